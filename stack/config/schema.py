@@ -1,0 +1,384 @@
+"""The whole configuration: schema and manual in one. YAML files under `conf/` hold values only.
+
+Every field has a docstring with its unit, its effect and the reason for its default. `X | None` with default
+None means "derived" (see `config/derive.py`) or "from the checkpoint", as the docstring says.
+`config/convert.py` turns a plain nested dict into these classes and reports every unknown key, wrong type and
+wrong choice at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(kw_only=True)
+class RopeConfig:
+    """Rotary position embedding beyond the length that the model was trained on."""
+
+    scaling: Literal["checkpoint", "none", "linear", "dynamic", "yarn"] = "checkpoint"
+    """How positions are stretched. `checkpoint` takes what the model's own config says; `none` refuses
+    lengths beyond the model's original length; `yarn` (Peng et al. 2023) is the usual choice for long
+    fine-tuning."""
+
+    factor: float | None = None
+    """How many times the original length is to be covered. None: the smallest whole factor that covers
+    `data.seq_len`."""
+
+    original_length: int | None = None
+    """Tokens that the model was pretrained on. None: from the checkpoint, which is nearly always right."""
+
+    theta: float | None = None
+    """Rotary base. None: from the checkpoint. Another value than a pretrained checkpoint's own is refused."""
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """Which causal language model is trained, and how it is built."""
+
+    name: str = "tiny"
+    """Label of the model in logs and folder names."""
+
+    path: str | None = None
+    """Folder or hub name of a Hugging Face model. None: built from `architecture` alone."""
+
+    init: Literal["pretrained", "scratch"] = "pretrained"
+    """`pretrained` loads the safetensors weights of `path`; `scratch` draws them by the model's own rule from
+    `seed`."""
+
+    architecture: dict[str, Any] = field(default_factory=dict)
+    """Fields of the Hugging Face config (with `model_type`). For a ready model it mirrors the published
+    config, so that a run can be checked and planned offline; with `path` given and readable, the folder's own
+    config wins."""
+
+    attention: str = "sdpa"
+    """Attention kernel: `sdpa`, `flex_attention`, `flash_attention_2`, `flash_attention_3` or a hub kernel
+    (`kernels-community/...`). `sdpa` runs everywhere; the flash kernels are faster on long sequences."""
+
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    """Positions beyond the length of pretraining."""
+
+    tokenizer: str | None = None
+    """Folder or hub name of the tokenizer. None: the one beside the weights, or the one that `data`
+    trains."""
+
+    freeze: list[str] = field(default_factory=list)
+    """Parameter names (shell patterns such as `*norm*`) that keep their values."""
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """Text, its tokens, and how rows of one length are cut from them."""
+
+    name: str = "stdlib"
+    """Label of the data in logs."""
+
+    source: Literal["stdlib", "text", "jsonl", "random"] = "stdlib"
+    """`stdlib`: Python's own library files; `text`: files or folders of text, one document a file; `jsonl`:
+    one document a line; `random`: token ids drawn from `seed`, for benchmarks."""
+
+    path: str | None = None
+    """File, folder or shell pattern for `text` and `jsonl`, relative to the folder the command was started
+    in."""
+
+    text_field: str = "text"
+    """Name of the field that holds the text in `jsonl`. Other fields are not read."""
+
+    random_tokens: int = 1_048_576
+    """Ids that `random` draws in all."""
+
+    random_document_tokens: int | None = None
+    """Ids in one document of `random`. None: `seq_len`, so that each row is one document, the dearest case of
+    attention."""
+
+    store: str = "data"
+    """Folder for prepared tokens. One sub-folder for each (source, tokenizer, settings) combination, so two
+    settings never share tokens."""
+
+    train_tokenizer: bool = False
+    """Train a byte-level BPE on the text itself; for runs from scratch."""
+
+    vocab_size: int = 4096
+    """Size of the trained tokenizer, in tokens. Ignored unless `train_tokenizer`."""
+
+    seq_len: int = 4096
+    """Tokens in one row, over all ranks of a sequence-parallel group. A number that the degree does not
+    divide is padded with ignored positions."""
+
+    packing: Literal["concat", "document"] = "concat"
+    """`concat`: documents joined end to end and cut every `seq_len` tokens, nothing dropped but the last
+    partial row; `document`: one document a row, a longer one cut into several rows. Documents never attend to
+    each other."""
+
+    append_eos: bool = True
+    """Put the end-of-text token behind each document; it is a target, so the model learns to stop."""
+
+    micro_batch: int = 1
+    """Rows per sequence-parallel group in one forward. 1 is right for long sequences: more rows use more
+    memory."""
+
+    shuffle: bool = True
+    """Visit rows in an order drawn from `seed` and the epoch; the order is the same for any number of
+    ranks."""
+
+    eval_fraction: float = 0.02
+    """Share of the documents held out for evaluation, chosen by a hash of each document's place, 0 to 0.5."""
+
+    bad_text: Literal["stop", "skip"] = "stop"
+    """On an unreadable or non-UTF-8 document: stop with file and line, or skip and count."""
+
+
+@dataclass(kw_only=True)
+class MethodConfig:
+    """What is learned from a row of tokens."""
+
+    name: Literal["pretrain"] = "pretrain"
+    """`pretrain`: every token is predicted from those before it in its document."""
+
+    label_smoothing: float = 0.0
+    """Share of the target probability spread over the whole vocabulary, 0 to below 1."""
+
+    z_loss: float = 0.0
+    """Weight of the squared log-partition added to each token's loss (PaLM, section 5); 1e-4 is usual when
+    wanted."""
+
+
+@dataclass(kw_only=True)
+class ParallelConfig:
+    """How ranks share the work. Data parallelism takes what sequence parallelism leaves: dp = ranks / sp."""
+
+    sp: int = 1
+    """Ranks that share one row (Ulysses: Jacobs et al. 2023). Divides the number of ranks and of query
+    heads."""
+
+
+@dataclass(kw_only=True)
+class MemoryConfig:
+    """Levers that trade time or host memory for device memory; none changes a result beyond rounding."""
+
+    name: str = "plain"
+    """Label of the preset."""
+
+    tiled_loss: bool = False
+    """Compute head and loss in tiles of tokens, so that the logits never exist whole (at 131,072 local tokens
+    and 151,936 words they are 74 GiB in fp32)."""
+
+    loss_tile: int = 4096
+    """Tokens in one tile of the loss. Logits of a tile in fp32 take 4 x loss_tile x vocabulary bytes, 2.3 GiB
+    for Qwen3."""
+
+    tiled_mlp: bool = False
+    """Compute MLPs and experts in tiles of tokens, recomputing each tile in backward."""
+
+    mlp_tile: int = 32768
+    """Tokens in one tile of the MLP. Large tiles keep the GEMMs efficient."""
+
+    checkpointing: Literal["none", "full"] = "none"
+    """`full` keeps one hidden state a layer and recomputes the layer in backward: 1/3 more FLOPs."""
+
+    offload: bool = False
+    """Keep the checkpointed hidden states in host memory: 2 x seq_local x hidden bytes a layer and rank in
+    bf16."""
+
+    pin_memory: bool = True
+    """Use page-locked host memory for offload where there is a device; ignored on CPU ranks."""
+
+
+@dataclass(kw_only=True)
+class EngineConfig:
+    """DeepSpeed."""
+
+    stage: Literal[0, 1, 2, 3] = 3
+    """ZeRO stage: 0 replicates all, 1 shards optimizer states, 2 gradients too, 3 parameters too."""
+
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Type of parameters and activations in forward and backward. Master weights and optimizer states are
+    fp32 in all."""
+
+    accumulation: int = 1
+    """Micro-batches per data-parallel rank in one optimizer step."""
+
+    ds_config: str | None = None
+    """DeepSpeed JSON file to start from, relative to the start folder or to this repository. Values that
+    Hydra owns are "auto" there or must agree. None: the file of `ds_configs/` that fits stage and offload
+    (`config/derive.py`)."""
+
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Further DeepSpeed settings, merged into the final JSON; those that this stack owns are refused."""
+
+    offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
+    """Where master weights and optimizer states live: 12 bytes a parameter, shared by all ranks."""
+
+    offload_param: Literal["none", "cpu", "nvme"] = "none"
+    """Where the sharded parameters live between uses (stage 3 only)."""
+
+    cpu_optimizer: Literal["torch", "deepspeed"] = "torch"
+    """AdamW on the host with `offload_optimizer`: `torch` runs everywhere; `deepspeed` is its vectorised
+    CPUAdam, faster on large models, compiled at first use, which takes minutes and a C++ compiler."""
+
+    nvme_path: str | None = None
+    """Folder on a local NVMe disk; needed with `nvme`."""
+
+    max_nonfinite_steps: int = 3
+    """Steps in a row with a NaN or inf loss or gradient that are skipped before the run stops. 0: stop at the
+    first. Under fp16 a step skipped by the loss scaler is not counted."""
+
+    timeout_s: int = 1800
+    """Seconds that a collective may wait for another rank before the run is stopped."""
+
+
+@dataclass(kw_only=True)
+class OptimConfig:
+    """The optimizer."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    """`adamw` (decoupled weight decay) for training; `sgd` without momentum for exactness tests."""
+
+    lr: float = 1e-5
+    """Peak learning rate."""
+
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """Adam's decay rates for the first and second moment. 0.95 is usual for language models."""
+
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+
+    weight_decay: float = 0.1
+    """Decay per step is lr x weight_decay, on matrices only: never on norms and biases."""
+
+    clip: float = 1.0
+    """Largest global gradient norm; larger gradients are scaled down to it. 0: off."""
+
+
+@dataclass(kw_only=True)
+class ScheduleConfig:
+    """Length of the run and course of the learning rate, in optimizer steps."""
+
+    name: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """`wsd`: warmup, stable, then a linear decay over `decay_steps`."""
+
+    steps: int | None = None
+    """Optimizer steps of the run. None: `epochs` passes over the data."""
+
+    epochs: int | None = None
+    """Passes over the data; an incomplete last window is a smaller step. Give `steps` or `epochs`, not
+    both."""
+
+    warmup_steps: int = 0
+    """Steps over which the rate rises linearly from 0."""
+
+    decay_steps: int | None = None
+    """Steps of the final decay of `wsd`. None: a tenth of the run."""
+
+    min_lr_ratio: float = 0.0
+    """Rate at the end as a share of the peak, for `cosine` and `wsd`."""
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """Saving and resuming."""
+
+    every: int = 0
+    """Optimizer steps between checkpoints. 0: only at the end."""
+
+    keep: int = 2
+    """Newest checkpoints kept; older ones are deleted after a new one is complete. 0: all."""
+
+    resume: str = "auto"
+    """`auto`: the newest complete checkpoint of this run's folder, or a fresh start, said aloud; `none`: a
+    fresh start, refused if the folder holds checkpoints; else the path of a checkpoint, refused if it is
+    missing or incomplete."""
+
+    final: bool = True
+    """Save a checkpoint at the end of the run, so that it can be continued."""
+
+    export: bool = True
+    """Write a Hugging Face folder at the end of the run."""
+
+
+@dataclass(kw_only=True)
+class LogConfig:
+    """What is shown and kept of a run."""
+
+    every: int = 1
+    """Optimizer steps between progress lines. The JSONL file holds every step."""
+
+    eval_every: int = 0
+    """Optimizer steps between evaluations on the held-out part. 0: only at the end."""
+
+    eval_rows: int = 16
+    """Rows evaluated, at most. 0: no evaluation."""
+
+    wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """Weights & Biases. `auto`: online if an API key is set, else offline."""
+
+    project: str = "long-sequence"
+    """W&B project."""
+
+    entity: str | None = None
+    """W&B team or user. None: the account's default."""
+
+    tags: list[str] = field(default_factory=list)
+    """W&B tags."""
+
+
+@dataclass(kw_only=True)
+class SiteConfig:
+    """The machine: used for MFU, and later for the forecast. Numbers carry their source in the YAML."""
+
+    name: str = "auto"
+    """Label of the site."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: the GPU if there is one, else the CPU over gloo."""
+
+    peak_tflops: float | None = None
+    """Dense bf16 peak of one device, in TFLOPS. None: looked up by the device's name; unknown devices show no
+    MFU."""
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """One run."""
+
+    name: str = "run"
+    """Name of the run: its folder is `<out>/<name>`, the same on every rank and after a restart."""
+
+    out: str = "runs"
+    """Folder for run folders, relative to the folder the command was started in."""
+
+    seed: int = 1234
+    """Seed of initialisation, data order and dropout."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Which model, from which weights."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    """Which text, and how rows are cut from it."""
+
+    method: MethodConfig = field(default_factory=MethodConfig)
+    """What is learned from it."""
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How ranks share the work."""
+
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    """Levers that save device memory."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    """DeepSpeed: sharding, precision, accumulation, offload."""
+
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """The optimizer."""
+
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """Length of the run and course of the learning rate."""
+
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """What is saved, and where a start goes on from."""
+
+    log: LogConfig = field(default_factory=LogConfig)
+    """What is shown, evaluated and sent to W&B."""
+
+    site: SiteConfig = field(default_factory=SiteConfig)
+    """The machine."""

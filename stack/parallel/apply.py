@@ -1,0 +1,41 @@
+"""The one ordered list of changes to a plain model."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from stack.config.schema import MemoryConfig
+from stack.dist.topology import Topology
+from stack.models import spec
+from stack.parallel.checkpointing import checkpoint_blocks
+from stack.parallel.tiling import install_head_loss, tile_mlps
+from stack.parallel.ulysses import AttentionSettings, install_attention
+
+
+def apply_parallelism(
+    model: nn.Module, model_spec: spec.ModelSpec, memory: MemoryConfig, attention: str, stage: int, topology: Topology
+) -> None:
+    """Change `model` in place, as an instance, before the engine wraps it.
+
+    The order: attention first, since the config it edits is read by everything; then the parts of a block, tiled; then
+    the blocks around them, since a checkpointed block has to run the tiled parts when it runs again; the head last, as
+    it stands outside the blocks.
+    """
+    settings = AttentionSettings(attention, topology.sp, topology.sp_rank, topology.sp_group)
+    install_attention(spec.attentions(model), model.config, settings)
+    if memory.tiled_mlp:
+        tile_mlps(spec.mlps(model), memory.mlp_tile, stage)
+    if memory.checkpointing == "full":
+        checkpoint_blocks(spec.blocks(model), memory.offload, memory.pin_memory)
+    install_head_loss(
+        spec.head(model), memory.loss_tile if memory.tiled_loss else None, model_spec.logit_scale, model_spec.softcap or 0.0
+    )
+    _let_gradients_reach_all_blocks(model)
+
+
+def _let_gradients_reach_all_blocks(model: nn.Module) -> None:
+    """With frozen embeddings the first hidden state needs no gradient, and hooks that wait for one never fire: ZeRO-3
+    would reduce a leaf block before its gradients exist."""
+    embeddings = model.get_input_embeddings()
+    if not any(param.requires_grad for param in embeddings.parameters()):
+        embeddings.register_forward_hook(lambda module, args, output: output.detach().requires_grad_())
