@@ -265,7 +265,8 @@ class ScheduleConfig:
     both."""
 
     warmup_steps: int = 0
-    """Steps over which the rate rises linearly from 0."""
+    """Steps over which the rate rises linearly from 0 (`wsd`: from `min_lr_ratio`); step 0 is taken at the
+    start value."""
 
     decay_steps: int | None = None
     """Steps of the final decay of `wsd`. None: a tenth of the run."""

@@ -15,7 +15,7 @@ from stack.ops.offload import OffloadToHost
 
 def checkpoint_blocks(blocks: list[nn.Module], offload: bool, pin_memory: bool) -> None:
     """Wrap the forward of each block instance. offload: keep the inputs in host memory until backward."""
-    for block in blocks:
+    for block in dict.fromkeys(blocks):  # a block may be applied several times
         block.forward = _checkpointed(block.forward, offload, pin_memory)
 
 

@@ -19,8 +19,14 @@ def tile_mlps(mlps: list[nn.Module], tile: int, stage: int) -> None:
 
     Under ZeRO-3 a block becomes a leaf: its parameters are gathered once before the first tile and released after the
     last. Gathering per tile would repeat the traffic, and hang where ranks have different numbers of tiles.
+
+    Raises ModelError under ZeRO-3 for a model that applies one block several times in a forward: a leaf hands over its
+    gradients each time it is done, which is too early all but the last time.
     """
-    for mlp in mlps:
+    different = list(dict.fromkeys(mlps))
+    for mlp in different:
+        if stage == 3 and mlps.count(mlp) > 1:
+            raise ModelError(f"{type(mlp).__name__} is shared by several layers. Fix: memory.tiled_mlp=false or engine.stage=2")
         if stage == 3:
             set_z3_leaf_module(mlp, True)
         mlp.forward = _tiled(mlp, tile)

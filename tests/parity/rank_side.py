@@ -14,6 +14,7 @@ from stack.config.schema import (
     DataConfig,
     EngineConfig,
     MemoryConfig,
+    MethodConfig,
     ModelConfig,
     OptimConfig,
     ParallelConfig,
@@ -96,7 +97,7 @@ def pack(rows: list[Row]) -> MicroBatch:
 
 def train(case: ParityCase, folder: str, topology: Topology, device: str = "cpu") -> Curve:
     engine = assemble(config_of(case, folder, device), topology)
-    method, curve = Pretrain(), Curve([], [], {}, {})
+    method, curve = Pretrain(MethodConfig()), Curve([], [], {}, {})
     size = 6 // (topology.dp * case.accumulation)
     for lr, rows in zip(LRS, make_steps(case.text), strict=True):
         mine = rows[topology.dp_rank * size * case.accumulation :][: size * case.accumulation]

@@ -6,10 +6,9 @@ It shares no code with what it judges: no packing, no tiling, no engine, no loss
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 SEQ, ROWS, VOCAB = 15, 6, 64
@@ -62,11 +61,15 @@ def _lengths(generator: torch.Generator) -> list[int]:
     return lengths
 
 
-def train(folder: Path, text: str) -> Curve:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
-    model.train()
+def load(folder: str) -> nn.Module:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").train()
+
+
+def train(model: nn.Module, steps: list[list[Row]], lrs: list[float]) -> Curve:
+    """SGD on the mean over all wanted tokens of a step. Frozen parameters are left alone."""
     curve = Curve()
-    for lr, rows in zip(LRS, make_steps(text), strict=True):
+    trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    for lr, rows in zip(lrs, steps, strict=True):
         losses, targets = [], 0
         for row in rows:
             for document, wanted in zip(row.documents, row.wanted, strict=True):
@@ -82,9 +85,9 @@ def train(folder: Path, text: str) -> Curve:
         model.zero_grad()
         loss.backward()
         curve.weights = {name: param.detach().clone() for name, param in model.named_parameters()}
-        curve.grads = {name: param.grad.clone() for name, param in model.named_parameters()}
+        curve.grads = {name: param.grad.clone() for name, param in trainable.items()}
         with torch.no_grad():
-            for name, param in model.named_parameters():
+            for name, param in trainable.items():
                 param -= lr * curve.grads[name]
         curve.losses.append(loss.item())
         curve.norms.append(torch.stack([grad.norm() for grad in curve.grads.values()]).norm().item())

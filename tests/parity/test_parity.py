@@ -2,48 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.parity import reference
 from tests.parity.cases import FACTORS, TABLE, ParityCase, pairs_of
 from tests.parity.rank_side import Curve, run_table
 from tests.ranks import run_ranks
 
-SHAPE = dict(
-    vocab_size=reference.VOCAB,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=64,
-)
-
-
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory) -> dict[bool, str]:
-    """A tied and an untied Qwen3, saved; weights larger than a fresh model's, so that attention is not uniform."""
-    saved = {}
-    for tied in (False, True):
-        torch.manual_seed(5)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", tie_word_embeddings=tied, **SHAPE))
-        with torch.no_grad():
-            for param in model.parameters():
-                param.add_(torch.randn_like(param) * 0.1)
-        saved[tied] = str(tmp_path_factory.mktemp("models") / f"tied-{tied}")
-        model.save_pretrained(saved[tied])
-    return saved
-
-
 @pytest.fixture(scope="session")
 def judged(folders) -> dict[tuple[bool, str], reference.Curve]:
     return {
-        (tied, text): reference.train(Path(folders[tied]), text) for tied in FACTORS["tied"] for text in FACTORS["text"]
+        (tied, text): reference.train(reference.load(folders[tied]), reference.make_steps(text), reference.LRS)
+        for tied in FACTORS["tied"]
+        for text in FACTORS["text"]
     }
 
 

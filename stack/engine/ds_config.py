@@ -1,0 +1,223 @@
+"""The one writer of the final DeepSpeed settings.
+
+A JSON file of `ds_configs/` (or the user's own) is the start; it says "auto" for everything that Hydra owns,
+and another value there has to agree with Hydra. `engine.overrides` go on top and may set anything that is not
+owned.
+
+DeepSpeed is told of one micro-batch a step and of no sequence parallelism: the engine ends the accumulation
+itself and scales the loss for all ranks alike (`handle.py`), so nothing that rescales gradients may be set
+here either.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from stack.config import derive
+from stack.config.checks import read_ds_config
+from stack.config.schema import RunConfig
+from stack.errors import ConfigError, Fault
+
+AUTO = "auto"
+REASONS = "//"
+"""Top-level entry of a file that holds remarks, since JSON has no comments."""
+
+DEFAULTS: dict[str, Any] = {
+    "steps_per_print": 10**9,  # the loop reports; DeepSpeed's own line would come every 10 steps from rank 0
+    "wall_clock_breakdown": False,  # its timers synchronise the device around every phase
+    "communication_data_type": "fp32",  # see ds_configs/zero3.json
+}
+"""Where the file is silent. Everything else is DeepSpeed's own default."""
+
+
+@dataclass(frozen=True)
+class _Owned:
+    """key: the Hydra setting that decides. value: what a file may say in place of "auto". written: what
+    DeepSpeed is told, None to leave it out."""
+
+    key: str
+    value: Any
+    written: Any = None
+
+
+BLOCKS = {
+    "optimizer": "optim",
+    "scheduler": "schedule",
+    "activation_checkpointing": "memory.checkpointing",
+    "torch_autocast": "engine.precision",
+    "tensorboard": "log",
+    "wandb": "log.wandb",
+    "csv_monitor": "log",
+    "comet": "log",
+}
+"""Sections that Hydra owns as a whole: all "auto" and dropped, or refused."""
+
+
+def build_ds_config(cfg: RunConfig, world: int) -> dict[str, Any]:
+    """Final DeepSpeed settings of a run on `world` ranks. Raises ConfigError with every disagreement."""
+    base, faults = read_ds_config(cfg.engine)
+    owned, filled_in = _owned(cfg, world), _filled_in(cfg, world)
+    base.pop(REASONS, None)
+    faults += _file_faults(cfg, base, owned, filled_in) + _override_faults(cfg, owned)
+    if faults:
+        raise ConfigError(faults)
+    final = copy.deepcopy(DEFAULTS)
+    for path, value in [*_leaves(base), *_leaves(cfg.engine.overrides)]:
+        if path not in owned and path.split(".")[0] not in BLOCKS:
+            _put(final, path, copy.deepcopy(filled_in.get(path, value) if value == AUTO else value))
+    for path, entry in owned.items():
+        if entry.written is not None:
+            _put(final, path, entry.written)
+    for block in ("offload_optimizer", "offload_param"):
+        if getattr(cfg.engine, block) == "none":
+            final["zero_optimization"].pop(block, None)
+    faults = _together(final)
+    if faults:
+        raise ConfigError(faults)
+    return final
+
+
+def _owned(cfg: RunConfig, world: int) -> dict[str, _Owned]:
+    """Dotted path of every DeepSpeed setting that Hydra owns."""
+    engine, optim, data = cfg.engine, cfg.optim, cfg.data
+    on_host = engine.offload_optimizer != "none" and engine.cpu_optimizer == "deepspeed"
+    # ZeRO-0 knows one type only, that of the parameters.
+    accumulate = "fp32" if engine.stage > 0 else None
+    # Always written: left out, DeepSpeed clips at 1.0. ZeRO-0 in fp32 runs the bare torch optimizer and forgets the norm
+    # it clipped by, so `handle.py` clips there.
+    clip = 0.0 if engine.stage == 0 and engine.precision == "fp32" else optim.clip
+    table = {
+        "train_micro_batch_size_per_gpu": _Owned("data.micro_batch", data.micro_batch, data.micro_batch),
+        "gradient_accumulation_steps": _Owned("engine.accumulation", engine.accumulation, 1),
+        "train_batch_size": _Owned("engine.accumulation", derive.rows_per_step(cfg, world)),
+        "managed_gradient_accumulation": _Owned("engine", False, False),
+        "gradient_clipping": _Owned("optim.clip", optim.clip, clip),
+        "bf16.enabled": _Owned("engine.precision", engine.precision == "bf16", engine.precision == "bf16"),
+        "fp16.enabled": _Owned("engine.precision", engine.precision == "fp16", engine.precision == "fp16"),
+        "data_types.grad_accum_dtype": _Owned("engine.precision", "fp32", accumulate),
+        "zero_optimization.stage": _Owned("engine.stage", engine.stage, engine.stage),
+        "zero_allow_untested_optimizer": _Owned(
+            "optim.name", True, True
+        ),  # torch's own, not in DeepSpeed's list
+        "zero_force_ds_cpu_optimizer": _Owned("engine.cpu_optimizer", on_host, on_host),
+        "sequence_parallel_size": _Owned("parallel.sp", cfg.parallel.sp),
+        "prescale_gradients": _Owned("engine", False),
+        "gradient_predivide_factor": _Owned("engine", 1.0),
+        "gradient_allreduce_op": _Owned("engine", "mean"),
+        "optimizer.type": _Owned("optim.name", optim.name),
+        "optimizer.params.lr": _Owned("optim.lr", optim.lr),
+        "optimizer.params.betas": _Owned("optim.betas", optim.betas),
+        "optimizer.params.eps": _Owned("optim.eps", optim.eps),
+        "optimizer.params.weight_decay": _Owned("optim.weight_decay", optim.weight_decay),
+    }
+    for block in ("offload_optimizer", "offload_param"):
+        device = getattr(engine, block)
+        nvme_path = engine.nvme_path if device == "nvme" else None
+        pin, path = cfg.memory.pin_memory, f"zero_optimization.{block}"
+        table[f"{path}.device"] = _Owned(f"engine.{block}", device, device)
+        table[f"{path}.nvme_path"] = _Owned("engine.nvme_path", engine.nvme_path, nvme_path)
+        table[f"{path}.pin_memory"] = _Owned("memory.pin_memory", pin, pin)
+    return table
+
+
+def _filled_in(cfg: RunConfig, world: int) -> dict[str, Any]:
+    """What "auto" stands for where a file may just as well say something else."""
+    return {"zero_optimization.offload_param.buffer_size": _largest_shard(cfg, world)}
+
+
+def _largest_shard(cfg: RunConfig, world: int) -> int:
+    """Elements of the largest parameter's part on one rank, which a buffer of the NVMe swapper has to hold:
+    the vocabulary's matrix, an MLP's, or all experts' of a layer, which transformers keeps in one tensor."""
+    fields = derive.architecture(cfg.model)
+    vocab, hidden = fields.get("vocab_size", 0), fields.get("hidden_size", 0)
+    experts = fields.get("num_experts") or fields.get("num_local_experts") or 0
+    width = fields.get("moe_intermediate_size") or fields.get("intermediate_size", 0)
+    largest = max(vocab * hidden, fields.get("intermediate_size", 0) * hidden, experts * 2 * width * hidden)
+    # Unknown sizes get DeepSpeed's default of 1e8; two further elements a rank are room for padding.
+    return math.ceil(largest / world) + 2 if largest else 10**8
+
+
+def _file_faults(
+    cfg: RunConfig, base: dict[str, Any], owned: dict[str, _Owned], filled_in: dict[str, Any]
+) -> list[Fault]:
+    """Values of the file that disagree with Hydra, and "auto" where nobody owns the setting."""
+    file, faults = cfg.engine.ds_config or derive.ds_config_file(cfg.engine), []
+    for path, value in _leaves(base):
+        block, known = path.split(".")[0], path in owned or path in filled_in
+        want = fix = ""
+        if _is_section(path, owned) and not isinstance(value, dict):
+            want, fix = "a section of settings", 'write {"enabled": "auto"} or the like'
+        elif path in owned and value != AUTO and not _same(value, owned[path].value):
+            key = owned[path].key
+            want = f'"auto" or {owned[path].value!r}, what {key} says'
+            fix = f'set {key}, or write "auto" in the file'
+        elif block in BLOCKS and not known and value != AUTO:
+            want, fix = (
+                f'"auto": {BLOCKS[block]} says it',
+                f"use {BLOCKS[block]}, and take it out of the file",
+            )
+        elif block not in BLOCKS and not known and value == AUTO:
+            want, fix = "a value: nothing in Hydra sets it", "give a value, or take it out of the file"
+        if want:
+            faults.append(Fault(f"{file}: {path}", value, want, fix))
+    return faults
+
+
+def _override_faults(cfg: RunConfig, owned: dict[str, _Owned]) -> list[Fault]:
+    """Entries of `engine.overrides` that another setting owns, or that say nothing."""
+    faults = []
+    for path, value in _leaves(cfg.engine.overrides):
+        where, block = f"engine.overrides.{path}", path.split(".")[0]
+        if path in owned or block in BLOCKS:
+            key = owned[path].key if path in owned else BLOCKS[block]
+            faults.append(Fault(where, value, f"nothing here, since {key} says it", f"use {key}"))
+        elif value == AUTO or _is_section(path, owned):
+            faults.append(Fault(where, value, "a DeepSpeed setting with its value", "give the value"))
+    return faults
+
+
+def _together(final: dict[str, Any]) -> list[Fault]:
+    """Settings that DeepSpeed accepts, or stops at late, and that are wrong together."""
+    zero, faults = final["zero_optimization"], []
+    if not zero.get("reduce_scatter", True) and not zero.get("contiguous_gradients", True):
+        want = "true for one of reduce_scatter and contiguous_gradients: ZeRO-3 halves gradients without both"
+        fix = "leave one of them on"
+        faults.append(Fault("zero_optimization.contiguous_gradients", False, want, fix))
+    if zero["stage"] < 2 and zero.get("overlap_comm"):
+        want = "false below stage 2, where gradients are reduced once, at the end of the step"
+        faults.append(Fault("zero_optimization.overlap_comm", True, want, "leave it out"))
+    return faults
+
+
+def _is_section(path: str, owned: dict[str, _Owned]) -> bool:
+    return any(name.startswith(f"{path}.") for name in owned)
+
+
+def _same(value: Any, expected: Any) -> bool:
+    if isinstance(value, bool) or isinstance(expected, bool):
+        return value is expected
+    if isinstance(value, int | float) and isinstance(expected, int | float):
+        return math.isclose(value, expected)
+    if isinstance(value, str) and isinstance(expected, str):
+        return value.lower() == expected.lower()
+    return value == expected
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted path and value of every entry that is not itself a section; an empty section is a value."""
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _put(tree: dict[str, Any], path: str, value: Any) -> None:
+    *sections, name = path.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+    tree[name] = value

@@ -1,0 +1,35 @@
+"""The models that the parity tests train."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.parity.reference import VOCAB
+
+SHAPE = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+)
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory) -> dict[bool, str]:
+    """A tied and an untied Qwen3, saved; weights larger than a fresh model's, so that attention is not uniform."""
+    saved = {}
+    for tied in (False, True):
+        torch.manual_seed(5)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", tie_word_embeddings=tied, **SHAPE))
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(torch.randn_like(param) * 0.1)
+        saved[tied] = str(tmp_path_factory.mktemp("models") / f"tied-{tied}")
+        model.save_pretrained(saved[tied])
+    return saved
