@@ -56,7 +56,7 @@ class Curve:
     weights: dict[str, Tensor]
 
 
-def config_of(case: ParityCase, folder: str, device: str = "cpu", precision: str = "fp32") -> RunConfig:
+def config_of(case: ParityCase, folder: str, precision: str = "fp32") -> RunConfig:
     sp, dp = LAYOUTS[case.layout]
     return RunConfig(
         model=ModelConfig(path=folder),
@@ -96,7 +96,7 @@ def pack(rows: list[Row]) -> MicroBatch:
 
 
 def train(case: ParityCase, folder: str, topology: Topology, device: str = "cpu") -> Curve:
-    engine = assemble(config_of(case, folder, device), topology)
+    engine = assemble(config_of(case, folder), topology)
     method, curve = Pretrain(MethodConfig()), Curve([], [], {}, {})
     size = 6 // (topology.dp * case.accumulation)
     for lr, rows in zip(LRS, make_steps(case.text), strict=True):

@@ -62,7 +62,11 @@ def _lengths(generator: torch.Generator) -> list[int]:
 
 
 def load(folder: str) -> nn.Module:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").train()
+    """Every part in its plainest implementation, which also is the only one that takes float64."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    )
+    return model.train()
 
 
 def train(model: nn.Module, steps: list[list[Row]], lrs: list[float]) -> Curve:

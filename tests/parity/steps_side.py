@@ -66,7 +66,7 @@ def run_steps(
 ) -> list[Step]:
     """Start from the weights of the config's folder. poison: step -> rank whose loss is NaN."""
     topology = topology_of(cfg.parallel.sp)
-    engine = assemble(cfg, topology)
+    engine = assemble(cfg, topology, torch.bfloat16 if cfg.engine.precision == "bf16" else torch.float32)
     seen = [Step(0.0, StepResult(0.0, False, None, None), weights_of(engine))]
     for index, (rows, lr) in enumerate(zip(steps, lrs, strict=True)):
         method = Poisoned(MethodConfig())
@@ -85,7 +85,7 @@ def with_evaluation(cfg: RunConfig, steps: list[list[Row]], lr: float, held_out:
     topology = topology_of(cfg.parallel.sp)
     method, found = Pretrain(MethodConfig()), {}
     for evaluating in (False, True):
-        engine = assemble(cfg, topology)
+        engine = assemble(cfg, topology, torch.bfloat16 if cfg.engine.precision == "bf16" else torch.float32)
         losses, evals = [], []
         for rows in steps:
             if evaluating:
