@@ -26,7 +26,8 @@ class RopeConfig:
     `data.seq_len`."""
 
     original_length: int | None = None
-    """Tokens that the model was pretrained on. None: from the checkpoint, which is nearly always right."""
+    """Tokens that the model was pretrained on, from which `linear`, `dynamic` and `yarn` stretch. None: from the
+    checkpoint, which is nearly always right."""
 
     theta: float | None = None
     """Rotary base. None: from the checkpoint. Another value than a pretrained checkpoint's own is refused."""

@@ -118,7 +118,7 @@ def ulysses_attention(
     [rows, seq_local, heads, head_dim].
     """
     settings: AttentionSettings = getattr(module, SETTINGS)
-    _refuse_unknown(module, attention_mask, cu_seq_lens_q, kwargs, settings.backend)
+    _refuse_unknown(module, attention_mask, cu_seq_lens_q, kwargs | {"dropout": dropout}, settings.backend)
     assert cu_seq_lens_q is not None
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if settings.sp_group is not None:
@@ -139,6 +139,8 @@ def _refuse_unknown(
         raise ModelError(f"{name} builds an attention mask of its own, which sequence parallelism cannot honour")
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise ModelError(f"{name} is not causal: only causal language models can be trained here")
+    if backend == "flex_attention" and kwargs.get("dropout"):
+        raise ModelError("model.attention='flex_attention' has no attention dropout. Fix: set the model's to 0, or use sdpa")
     changes = [key for key in ("softcap", "s_aux", "position_bias") if kwargs.get(key) is not None]
     if changes and backend in ("sdpa", "flex_attention"):
         raise ModelError(f"model.attention={backend!r} cannot compute {name}'s {', '.join(changes)}. Fix: a flash kernel")

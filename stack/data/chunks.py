@@ -1,0 +1,118 @@
+"""Where a long text can be cut so that the ids of its parts, joined, are the ids of the whole.
+
+A whole book or a one-line file of 200 MB is one document. The tokenizer keeps some 100 bytes for each token
+of a call, so long text goes in chunks. That is exact only where the tokenizer's pre-tokenisation certainly
+splits. For the patterns in SPLIT_PATTERNS it does so in front of
+
+- a space, after a visible ASCII character or a letter: in none of their alternatives does a space follow
+  anything but white space;
+- a line feed or a Chinese or Japanese mark, after a letter: in none of them does either follow a letter.
+
+The left chunk then ends where a match ends whatever follows (their only look-ahead, `\\s+(?!\\S)`, starts at
+white space), and the right one starts where a match starts. NFC does not compose over such a place. For any
+other tokenizer the answer is None: whole documents only.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+
+from tokenizers import Tokenizer
+
+CHUNK_CHARS = 1 << 16
+
+# Ranges of letters that every version of Unicode in use agrees on: Latin, Greek, Cyrillic, kana, Han, Hangul.
+LETTERS = "A-Za-zÀ-ÖØ-öø-ʯΑ-ΡΣ-ώА-я\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
+SAFE_CUT = re.compile(f"(?<=[!-~{LETTERS}]) |(?<=[{LETTERS}])[\n，。、！？]")
+
+_ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
+)
+_SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLIT_PATTERNS = {
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # GPT-2, SmolLM
+    _ENGLISH + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES,  # Qwen 2 and 3
+    _ENGLISH + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _SPACES,  # Qwen 3.5
+    _ENGLISH + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES,  # Llama 3
+    _CASED % ("", "") + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _SPACES,  # Mistral Nemo and later
+    _CASED % (_ENGLISH + "?", _ENGLISH + "?") + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _SPACES,  # GPT-4o
+}
+
+
+def safe_cut(tokenizer: Tokenizer) -> re.Pattern[str] | None:
+    """Pattern of the places where a text may be cut for this tokenizer, in front of each match; None:
+    nowhere."""
+    rules = json.loads(tokenizer.to_str())
+    if (rules["normalizer"] or {"type": "NFC"})["type"] != "NFC":
+        return None
+    steps = _flatten(rules["pre_tokenizer"])
+    if not any(_splits(step) for step in steps) or not all(
+        _splits(step) or _is_local(step) for step in steps
+    ):
+        return None
+    # Tokens added to the vocabulary are taken out of the text first, and could reach over a cut.
+    reaching = [
+        token for token in rules["added_tokens"]
+        if token["rstrip"] or token["single_word"] or SAFE_CUT.search(token["content"], 1)
+    ]  # fmt: skip
+    return None if reaching else SAFE_CUT
+
+
+def _flatten(step: dict | None) -> list[dict]:
+    if step is None:
+        return []
+    if step["type"] == "Sequence":
+        return [inner for part in step["pretokenizers"] for inner in _flatten(part)]
+    return [step]
+
+
+def _splits(step: dict) -> bool:
+    """Whether this step splits at every match of SAFE_CUT."""
+    if step["type"] == "ByteLevel":  # a space put in front of a chunk would be one too many
+        return step["use_regex"] and not step["add_prefix_space"]
+    if step["type"] != "Split":
+        return False
+    return (
+        step["pattern"].get("Regex") in SPLIT_PATTERNS
+        and step["behavior"] == "Isolated"
+        and not step["invert"]
+    )
+
+
+def _is_local(step: dict) -> bool:
+    """Whether this step looks at single characters only, so that a cut changes nothing."""
+    return step["type"] == "Digits" or (step["type"] == "ByteLevel" and not step["add_prefix_space"])
+
+
+def cut_text(blocks: Iterable[str], cut: re.Pattern[str] | None, size: int = CHUNK_CHARS) -> Iterator[str]:
+    """Text in blocks cut anywhere -> chunks cut at safe places; all of it in one chunk if `cut` is None.
+
+    Chunks have about `size` characters, more where there is no safe place. Each character is looked at a
+    bounded number of times, so the time is linear in the text's length.
+    """
+    held: list[str] = []
+    for block in blocks:
+        for begin in range(0, len(block), size):
+            part = block[begin : begin + size]
+            before = held[-1][-1] if held else ""
+            at = _last_cut(before + part, cut) - len(before) if cut else -1
+            if at < 0:
+                held.append(part)
+            else:
+                yield "".join([*held, part[:at]])
+                held = [part[at:]]
+    if held:
+        yield "".join(held)
+
+
+def _last_cut(text: str, cut: re.Pattern[str]) -> int:
+    """Start of the last match, or -1. Tries the end of the text first, where there nearly always is one."""
+    for window in (256, len(text)):
+        found = [match.start() for match in cut.finditer(text, max(0, len(text) - window))]
+        if found:
+            return found[-1]
+    return -1
