@@ -1,0 +1,184 @@
+"""What settings mean together: every contradiction found at once, before a device is touched.
+
+Each check yields Faults and judges only what is known. What needs the weights, the text or the device
+itself is checked by the code that reads them.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from stack.config import derive
+from stack.config.model_checks import model_faults
+from stack.config.ranges import range_faults
+from stack.config.schema import EngineConfig, RunConfig
+from stack.errors import Fault
+
+
+def check(cfg: RunConfig, world: int | None = None, device: str | None = None) -> list[Fault]:
+    """Every setting out of its range and every contradiction in `cfg`.
+
+    world: number of ranks, None where it is not known yet. device: "cpu" or "cuda" once known;
+    `site.device` says it earlier unless it is "auto". What depends on an unknown is not judged.
+    """
+    if device is None and cfg.site.device != "auto":
+        device = cfg.site.device
+    faults = list(range_faults(cfg))
+    bad = {fault.key for fault in faults}
+    together = [
+        *_parallel(cfg, world),
+        *model_faults(cfg, device),
+        *_text(cfg),
+        *_memory(cfg),
+        *_offload(cfg),
+        *_engine(cfg, device),
+        *_schedule(cfg),
+        *_saving(cfg),
+    ]
+    # A value that is out of its range would only be complained about twice.
+    return faults + [fault for fault in together if fault.key not in bad]
+
+
+def _parallel(cfg: RunConfig, world: int | None) -> Iterator[Fault]:
+    sp, key = cfg.parallel.sp, "parallel.sp"
+    if sp < 1:
+        return
+    if world is not None and world % sp:
+        start = f"deepspeed --num_gpus {sp} launch/train.py ..."
+        fix = f"start a multiple of {sp} ranks ({start}), or set {key}={math.gcd(sp, world)}"
+        yield Fault(key, sp, f"a divisor of the {world} rank(s) started", fix)
+    heads = derive.architecture(cfg.model).get("num_attention_heads")
+    if heads and heads % sp:
+        divisors = [str(number) for number in range(1, heads + 1) if heads % number == 0]
+        want = f"a divisor of the model's {heads} attention heads, which the ranks share equally"
+        yield Fault(key, sp, want, f"one of {', '.join(divisors)}")
+    if cfg.data.seq_len < sp:
+        want = f"at least one token for each of the {key}={sp} ranks"
+        yield Fault("data.seq_len", cfg.data.seq_len, want, f"data.seq_len={sp * 128}")
+
+
+def _text(cfg: RunConfig) -> Iterator[Fault]:
+    data, key = cfg.data, "data.path"
+    if data.source in ("text", "jsonl"):
+        kind = "text files" if data.source == "text" else "JSONL files"
+        if not data.path:
+            want = f"a file, folder or pattern of {kind} for data.source={data.source}"
+            yield Fault(key, data.path, want, f"{key}=FOLDER")
+        elif not glob.glob(str(Path(data.path).expanduser()), recursive=True):
+            want = f"{kind} that exist, seen from {Path.cwd()}"
+            yield Fault(key, data.path, want, "check the path; quote patterns")
+    elif data.path is not None:
+        want = f"no path, since data.source={data.source} reads none"
+        yield Fault(key, data.path, want, f"data=text or data=jsonl, or {key}=null")
+    tokens = data.micro_batch * data.seq_len
+    if tokens >= 2**31:
+        want = f"fewer than 2^31 tokens in a micro-batch, whose boundaries are 32-bit (now {tokens})"
+        fix = "use engine.accumulation for a larger batch"
+        yield Fault("data.micro_batch", data.micro_batch, want, fix)
+
+
+def _memory(cfg: RunConfig) -> Iterator[Fault]:
+    if cfg.memory.offload and cfg.memory.checkpointing != "full":
+        want = "false without checkpointing: it is the checkpointed states that are offloaded"
+        fix = "memory.checkpointing=full, or memory.offload=false"
+        yield Fault("memory.offload", True, want, fix)
+
+
+def _offload(cfg: RunConfig) -> Iterator[Fault]:
+    engine, key = cfg.engine, "engine.offload_optimizer"
+    optimizer, param = engine.offload_optimizer, engine.offload_param
+    if param != "none" and engine.stage != 3:
+        want = f"none below stage 3 (engine.stage={engine.stage})"
+        yield Fault("engine.offload_param", param, want, "engine.stage=3")
+    if optimizer == "nvme" and engine.stage != 3:
+        yield Fault(
+            key, optimizer, f"none or cpu below stage 3 (engine.stage={engine.stage})", "engine.stage=3"
+        )
+    if optimizer == "cpu" and engine.stage == 0:
+        want = "none at engine.stage=0, which shards no optimizer states"
+        yield Fault(key, optimizer, want, "engine.stage=1, 2 or 3")
+    if "nvme" in (optimizer, param):
+        path = engine.nvme_path
+        if not path:
+            fix = "engine.nvme_path=/local_nvme"
+            yield Fault("engine.nvme_path", path, "a folder on a local NVMe disk", fix)
+        elif not Path(path).is_dir():
+            fix = "create it, or check the path"
+            yield Fault("engine.nvme_path", path, "a folder that exists on this node", fix)
+    if engine.cpu_optimizer == "deepspeed" and (optimizer == "none" or cfg.optim.name != "adamw"):
+        want = "torch unless AdamW runs on the host (optim.name=adamw, engine.offload_optimizer=cpu or nvme)"
+        yield Fault("engine.cpu_optimizer", "deepspeed", want, "engine.cpu_optimizer=torch")
+
+
+def _engine(cfg: RunConfig, device: str | None) -> Iterator[Fault]:
+    if cfg.engine.precision == "fp16" and device == "cpu":
+        want = "bf16 or fp32 on the CPU, where DeepSpeed refuses fp16"
+        yield Fault("engine.precision", "fp16", want, "engine.precision=bf16")
+    yield from read_ds_config(cfg.engine)[1]
+
+
+def read_ds_config(engine: EngineConfig) -> tuple[dict[str, Any], list[Fault]]:
+    """The DeepSpeed settings that the final ones start from, {} for stage 0 and for a file that has
+    faults."""
+    file = derive.ds_config_file(engine)
+    if file is None:
+        return {}, []
+    key, shown = "engine.ds_config", engine.ds_config or str(file)
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        want = f"a file that can be read, seen from {Path.cwd()} ({error.strerror})"
+        return {}, [Fault(key, shown, want, "check the path; ready ones are in ds_configs/")]
+    except ValueError as error:
+        return {}, [Fault(key, shown, f"a JSON file ({error})", "mend the file")]
+    if not isinstance(content, dict):
+        return {}, [Fault(key, shown, "a JSON object of DeepSpeed settings", "mend the file")]
+    return content, []
+
+
+def _schedule(cfg: RunConfig) -> Iterator[Fault]:
+    plan = cfg.schedule
+    if plan.steps is None and plan.epochs is None:
+        want = "the length of the run, in steps or in epochs"
+        yield Fault("schedule.steps", None, want, "schedule.steps=1000, or schedule.epochs=1")
+    if plan.steps is not None and plan.epochs is not None:
+        want = f"null beside schedule.epochs={plan.epochs}: one of the two gives the length"
+        yield Fault("schedule.steps", plan.steps, want, "schedule.steps=null, or schedule.epochs=null")
+    if plan.name != "wsd" and plan.decay_steps is not None:
+        want = f"null with schedule.name={plan.name}"
+        yield Fault("schedule.decay_steps", plan.decay_steps, want, "schedule=wsd")
+    if plan.name in ("linear", "constant") and plan.min_lr_ratio:
+        want = f"0 with schedule.name={plan.name}, which has no lowest rate"
+        fix = "schedule=cosine, or schedule.min_lr_ratio=0"
+        yield Fault("schedule.min_lr_ratio", plan.min_lr_ratio, want, fix)
+    if plan.steps is not None and plan.steps > 0:
+        yield from schedule_faults(cfg, plan.steps)
+
+
+def schedule_faults(cfg: RunConfig, steps: int) -> Iterator[Fault]:
+    """Parts of the schedule that do not fit a run of `steps`, which with `schedule.epochs` is known once the
+    data is."""
+    plan = cfg.schedule
+    decay = derive.decay_steps(plan, steps) if plan.name == "wsd" else 0
+    if plan.warmup_steps > steps:
+        want, fix = f"at most the {steps} steps of the run", f"schedule.warmup_steps={steps // 10}"
+        yield Fault("schedule.warmup_steps", plan.warmup_steps, want, fix)
+    elif plan.warmup_steps + decay > steps:
+        want = f"at most {steps - plan.warmup_steps}, what warmup leaves of the {steps} steps"
+        yield Fault("schedule.decay_steps", decay, want, "shorten decay or warmup")
+
+
+def _saving(cfg: RunConfig) -> Iterator[Fault]:
+    resume = cfg.checkpoint.resume
+    if resume not in ("auto", "none") and not Path(resume).expanduser().is_dir():
+        want = f"auto, none or the folder of a checkpoint that exists, seen from {Path.cwd()}"
+        yield Fault("checkpoint.resume", resume, want, "check the path")
+    if cfg.log.eval_every and not (cfg.log.eval_rows and cfg.data.eval_fraction):
+        want = "0 while nothing is held out or evaluated"
+        fix = "log.eval_every=0, or data.eval_fraction and log.eval_rows above 0"
+        yield Fault("log.eval_every", cfg.log.eval_every, want, fix)

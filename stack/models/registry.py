@@ -1,0 +1,31 @@
+"""Where the parts of a model sit, by family.
+
+Almost every Hugging Face decoder uses the names of `DEFAULT`, so a new family usually needs no entry. One that differs
+gets one line in `FAMILIES`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Family:
+    """Attribute names inside a model: the list of blocks in the body, and the two halves of a block."""
+
+    blocks: str = "layers"
+    attention: str = "self_attn"
+    mlp: str = "mlp"
+
+
+DEFAULT = Family()
+
+FAMILIES: dict[str, Family] = {
+    "gpt_neox": Family(attention="attention"),
+}
+"""By `model_type` of the Hugging Face config."""
+
+
+def family_of(model_type: str) -> Family:
+    """The names for `model_type`, those of most decoders if the family is not listed."""
+    return FAMILIES.get(model_type, DEFAULT)

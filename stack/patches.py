@@ -1,0 +1,64 @@
+"""Every change to DeepSpeed or transformers at run time, in one list. Each gives its reason, the place upstream, and the
+versions it was written for; its test in `tests/unit/test_patches.py` fails once upstream no longer needs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from packaging.specifiers import SpecifierSet
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One change to a package."""
+
+    name: str
+    package: str
+    versions: str
+    """The versions of the package that the change was tried with; outside them it is left out, with a warning."""
+    reason: str
+    link: str
+    apply: Callable[[], None]
+
+
+def _no_shm_comm() -> None:
+    # deepspeed.comm has an attribute `torch` that is PyTorch itself, so `import ... as` would give the wrong module.
+    backend = importlib.import_module("deepspeed.comm.torch")
+    setattr(backend, "build_shm_op", _build_no_shm_op)  # noqa: B010  a plain assignment does not type-check
+
+
+def _build_no_shm_op() -> None:
+    return None
+
+
+PATCHES = (
+    Patch(
+        name="no-shm-comm",
+        package="deepspeed",
+        versions=">=0.19,<0.20",
+        reason=(
+            "On CPU ranks init_distributed compiles deepspeed_shm_comm: minutes at the first start, under a lock that a "
+            "killed run leaves behind and that every later run waits for. Only inference_all_reduce uses it."
+        ),
+        link="https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/comm/torch.py (build_shm_op)",
+        apply=_no_shm_comm,
+    ),
+)
+
+
+def apply_patches() -> None:
+    """Applies every patch; to be called before the first use of DeepSpeed. Calling it again changes nothing."""
+    for patch in PATCHES:
+        found = version(patch.package)
+        if SpecifierSet(patch.versions).contains(found, prereleases=True):
+            patch.apply()
+        else:
+            warnings.warn(
+                f"patch {patch.name} left out: written for {patch.package}{patch.versions}, found {found}",
+                stacklevel=2,
+            )

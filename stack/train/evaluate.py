@@ -1,0 +1,31 @@
+"""Loss on held-out rows: the mean over all their targets, the same number for any split into ranks and batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from stack.data.batch import MicroBatch
+from stack.dist.topology import Topology
+from stack.parallel.shard_batch import shard_batch
+
+
+def evaluate(
+    engine: Any, method: Any, rows: Iterable[MicroBatch], topology: Topology
+) -> dict[str, float | int]:
+    """Collective. `eval_loss` in nats a target, `eval_perplexity`, `eval_targets`.
+
+    rows: this rank's micro-batches, whole rows, as many on every rank: a rank without a row gets one without targets.
+    Weights, training data and random states are not touched.
+    """
+    loss_sum_local, targets_local = 0.0, 0
+    for batch in rows:
+        local = shard_batch(batch, topology.sp, topology.sp_rank)
+        loss_sum_local += float(engine.evaluate(method, local))
+        targets_local += method.count_targets(batch) if topology.sp_rank == 0 else 0
+    targets = topology.sum(targets_local)
+    # The sum of all slices over the targets of all rows, counted once: no mean of means.
+    loss = topology.sum(loss_sum_local) / targets if targets else math.nan
+    perplexity = math.exp(min(loss, 700.0))  # exp overflows beyond 709
+    return {"eval_loss": loss, "eval_perplexity": perplexity, "eval_targets": targets}

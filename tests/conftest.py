@@ -1,0 +1,43 @@
+"""Settings of every test: CPU ranks, no network, nothing written outside the test's own folders."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+# Before torch, deepspeed or transformers is imported, since they read these once.
+_HOME = Path(tempfile.mkdtemp(prefix="long-sequence-tests-"))
+_OWN_FOLDERS = {
+    "HOME": ".",
+    "XDG_CACHE_HOME": "cache",
+    "HF_HOME": "huggingface",
+    "TORCH_EXTENSIONS_DIR": "torch_extensions",  # a lock that a killed run left here would stop every later run
+    "TRITON_CACHE_DIR": "triton",
+    "MPLCONFIGDIR": "matplotlib",
+    "WANDB_DIR": "wandb",
+    "WANDB_CONFIG_DIR": "wandb/config",
+    "WANDB_CACHE_DIR": "wandb/cache",
+    "WANDB_DATA_DIR": "wandb/data",
+}
+for _key, _folder in _OWN_FOLDERS.items():
+    (_HOME / _folder).mkdir(parents=True, exist_ok=True)
+    os.environ[_key] = str(_HOME / _folder)
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "WANDB_MODE": "offline",
+    "WANDB_SILENT": "true",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",
+    "MPLBACKEND": "Agg",
+}
+if "LONG_SEQUENCE_GPU_TESTS" not in os.environ:  # set by `make gpu-test`
+    os.environ["DS_ACCELERATOR"] = "cpu"
+for _key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    os.environ.pop(_key, None)
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(_HOME, ignore_errors=True)

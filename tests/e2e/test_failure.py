@@ -1,0 +1,151 @@
+"""On any rank's failure all ranks end, non-zero, within seconds, and the first cause is the last thing printed.
+
+srun's variables stand for the hardest case: nobody but the ranks themselves ends a peer.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+
+import psutil
+import pytest
+
+from stack.dist.env import RankEnv
+from stack.dist.failure import Stopped, clear_errors, describe
+from stack.dist.hub import Channel, Hub
+from stack.errors import DataError
+from tests.launchers import launch, start
+
+SCRIPT = "tests/e2e/failing_rank.py"
+LIMIT_S = 45  # seconds on a loaded machine; most of them go into importing torch
+
+
+@pytest.mark.parametrize(
+    ("way", "last_line", "codes"),
+    [
+        ("bad setting", "  - parallel.sp=3: expected a divisor of 2. Fix: parallel.sp=2", (1, 1)),
+        ("bad setting seen late", "  - parallel.sp=3: expected a divisor of 2. Fix: parallel.sp=2", (1, 1)),
+        ("bad data", "error: line 3 of a.txt is broken. Fix: mend it", (1, 1)),
+        ("raise", "ValueError: something unforeseen", (1, 1)),
+        ("raise first", "ValueError: something unforeseen", (1, 1)),
+        ("late", "ValueError: something unforeseen", (1, 1)),
+        ("killed", "error: rank 1 of 2 on ", (1, -signal.SIGKILL)),
+        ("killed first", "error: rank 0 of 2 on ", (-signal.SIGKILL, 1)),
+        ("stopped", "error: stopped by SIGTERM", (143, 143)),
+        ("exit", "left with 3", (3, 3)),
+    ],
+)
+def test_all_ranks_end_and_the_cause_is_last(way: str, last_line: str, codes: tuple[int, int]) -> None:
+    ended = launch("srun", [SCRIPT, way], timeout_s=LIMIT_S)
+    assert tuple(ended.codes) == codes, ended.output
+    lines = [line for line in ended.output.splitlines() if not line.startswith("(seen by rank")]
+    assert last_line in lines[-1]
+    assert ended.output.count(last_line) == 1
+    assert ("Traceback" in ended.output) == last_line.startswith("ValueError")
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+def test_cause_is_the_last_that_ranks_print_under(launcher: str) -> None:
+    ended = launch(launcher, [SCRIPT, "raise"], timeout_s=LIMIT_S)
+    assert ended.codes == [1]
+    text = ended.output
+    assert text.count("ValueError: something unforeseen") == 1
+    after = text.partition("ValueError: something unforeseen")[2].splitlines()[1]
+    assert after.startswith(("[20", "E", "W")), "a line of a rank follows the cause"
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun", "plain"])
+def test_clean_end(launcher: str) -> None:
+    ended = launch(launcher, [SCRIPT, "ok"], timeout_s=LIMIT_S)
+    assert set(ended.codes) == {0}, ended.output
+    assert ended.output.count(" left\n") == (1 if launcher == "plain" else 2)
+
+
+@pytest.mark.parametrize(("launcher", "number"), [("deepspeed", 15), ("torchrun", 9)])
+def test_ranks_notice_that_their_launcher_is_gone(launcher: str, number: int) -> None:
+    with start(launcher, [SCRIPT, "stuck"]) as started:
+        started.wait_for("now stuck", LIMIT_S)
+        family = started.everything()
+        started.processes[0].send_signal(number)
+        gone, alive = psutil.wait_procs(family, timeout=LIMIT_S)
+        assert not alive and len(gone) >= 3
+        assert f"the {launcher} launcher" in started.output or "SIGTERM" in started.output
+
+
+def test_node_launcher_killed_leaves_no_orphans() -> None:
+    """The `deepspeed` command itself returns 0 then, which only its makers can mend; the ranks end."""
+    with start("deepspeed", [SCRIPT, "stuck"]) as started:
+        started.wait_for("now stuck", LIMIT_S)
+        ranks = [
+            process
+            for process in started.everything()
+            if SCRIPT in process.cmdline() and process.children() == []
+        ]
+        node_launcher = next(
+            process for process in started.everything() if "deepspeed.launcher.launch" in process.cmdline()
+        )
+        node_launcher.kill()
+        _, alive = psutil.wait_procs(ranks, timeout=LIMIT_S)
+        assert len(ranks) == 2 and not alive
+        assert "launcher (process" in started.output
+
+
+def test_two_jobs_at_once_on_one_host() -> None:
+    with start("deepspeed", [SCRIPT, "ok"]) as first, start("deepspeed", [SCRIPT, "ok"]) as second:
+        for job in (first, second):
+            ended = job.wait(LIMIT_S)
+            assert ended.codes == [0] and ended.output.count(" left\n") == 2, ended.output
+
+
+def test_taken_port_is_said() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        ended = launch(
+            "srun", [SCRIPT, "ok"], timeout_s=LIMIT_S, MASTER_PORT=port, SLURM_NTASKS="2", SLURM_PROCID="0"
+        )
+    assert set(ended.codes) == {1}
+    assert f"cannot listen on 127.0.0.1:{port}" in ended.output and "Traceback" not in ended.output
+
+
+def test_hub_ignores_strangers_and_refuses_a_second_rank() -> None:
+    hub = Hub(RankEnv(0, 2, 0, 2, "127.0.0.1", 1, "plain"))
+    hub.start()
+    strangers = [socket.create_connection(("127.0.0.1", hub.port)) for _ in range(3)]
+    strangers[0].sendall(b"GET / HTTP/1.0\r\n\r\n")
+    strangers[1].sendall(b'{"rank": 0, "host": "x", "token": "wrong"}\n')
+    strangers[2].close()
+    ranks = [Channel(socket.create_connection(("127.0.0.1", hub.port), 10)) for _ in range(3)]
+    for rank, channel in zip((0, 1, 1), ranks, strict=True):
+        channel.send({"rank": rank, "host": "here", "token": hub.token})
+    assert [channel.receive() for channel in ranks] == [[{"welcome": True}], [{"welcome": True}], None]
+    for channel in ranks[:2]:
+        channel.send({"done": True})
+    assert [channel.receive() for channel in ranks[:2]] == [[{"leave": True}]] * 2
+    hub.join(10)
+    assert not hub.is_alive()
+
+
+def test_clear_errors_prints_the_message_once_a_node(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for local_rank, text in (("0", "error: no text\n"), ("1", "")):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        with pytest.raises(SystemExit) as caught, clear_errors():
+            raise DataError("no text")
+        assert caught.value.code == 1
+        assert capfd.readouterr().err == text
+    with pytest.raises(SystemExit) as caught, clear_errors():
+        raise Stopped
+    assert caught.value.code == 143
+    with pytest.raises(ZeroDivisionError), clear_errors():
+        raise ZeroDivisionError
+
+
+def test_description_names_the_rank_where_it_is_not_rank_0() -> None:
+    first, second = (RankEnv(rank, 2, rank, 2, "127.0.0.1", 1, "plain") for rank in (0, 1))
+    assert describe(DataError("no text"), first) == "error: no text"
+    assert describe(DataError("no text"), second).startswith("error: no text\n(seen by rank 1 of 2 on ")
+    assert "rank 1 of 2" in describe(KeyError("x"), second) and "KeyError: 'x'" in describe(
+        KeyError("x"), second
+    )

@@ -1,0 +1,235 @@
+"""Broken configurations: each gives its clear fault, and all of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from stack.config.checks import check, schedule_faults
+from stack.config.compose import compose_config
+from stack.config.schema import RunConfig
+from stack.errors import ConfigError, Fault
+
+BASE = "+exp=quickstart"
+
+# Overrides of the quickstart -> key of the fault, and a part of its message.
+BROKEN: list[tuple[list[str], str, str]] = [
+    # Names
+    (["optim.lrr=1"], "optim.lrr", "did you mean optim.lr"),
+    (["+optim.lrr=1"], "optim.lrr", "did you mean optim.lr"),
+    (["++optim.lrr=1"], "optim.lrr", "did you mean optim.lr"),
+    (["train.typo=3"], "train.typo", "known are name, out, seed"),
+    (["++memory.tiledloss=true"], "memory.tiledloss", "memory.tiled_loss"),
+    (["model.rope={scaling: yarn, factr: 2}"], "model.rope.factr", "model.rope.factor"),
+    (["model=qwen3_9b"], "model", "did you mean qwen3_8b"),
+    (["+modle=tiny"], "modle", "did you mean model"),
+    (["optim={lr: 0.5}"], "optim", "one of adamw, sgd"),
+    (["model=null"], "model", "one of "),
+    (["model@other=tiny"], "model@other", "in its own place"),
+    (["~optim.lr"], "~optim.lr", "every setting has a value"),
+    (["~model"], "~model", "every setting has a value"),
+    (["optim.lr=1e-5,1e-4"], "optim.lr", "a command starts one run"),
+    (["optim.lr"], "optim.lr", "key=value"),
+    (["data.path=~/books"], "data.path", "quote special characters"),
+    # Types and ranges
+    (["optim.lr=fast"], "optim.lr", "a finite number"),
+    (["optim.lr=nan"], "optim.lr", "a finite number"),
+    (["optim.lr=-1e-5"], "optim.lr", "above 0"),
+    (["optim.lr=0"], "optim.lr", "above 0"),
+    (["optim.betas=[0.9,1.0]"], "optim.betas", "two numbers"),
+    (["optim.betas=[0.9]"], "optim.betas", "two numbers"),
+    (["optim.clip=-1"], "optim.clip", "0 or more"),
+    (["engine.stage=4"], "engine.stage", "one of 0, 1, 2, 3"),
+    (["log.wandb=off"], "log.wandb", "one of auto, online, offline, disabled"),
+    (["data.seq_len=4096.5"], "data.seq_len", "a whole number"),
+    (["data.seq_len=1"], "data.seq_len", "at least 2 tokens"),
+    (["data.eval_fraction=0.9"], "data.eval_fraction", "from 0 to 0.5"),
+    (["memory.loss_tile=0"], "memory.loss_tile", "above 0"),
+    (["memory.mlp_tile=-4"], "memory.mlp_tile", "above 0"),
+    (["method.label_smoothing=1"], "method.label_smoothing", "below 1"),
+    (["method.z_loss=-0.1"], "method.z_loss", "0 or more"),
+    (["name=a/b"], "name", "a folder name"),
+    (["name='../up'"], "name", "a folder name"),
+    (["out=''"], "out", "not empty"),
+    (["seed=-1"], "seed", "2^63"),
+    (["log.every=0"], "log.every", "above 0"),
+    # Ranks and heads
+    (["parallel.sp=0"], "parallel.sp", "above 0"),
+    (["parallel.sp=3"], "parallel.sp", "one of 1, 2, 4, 8"),
+    (["data.seq_len=3", "parallel.sp=4"], "data.seq_len", "one token for each"),
+    (["data.micro_batch=1000000", "parallel.sp=1"], "data.micro_batch", "2^31"),
+    # Model and positions
+    (["model=hf"], "model.path", "weights from"),
+    (["model.architecture.model_type=null"], "model.architecture", "model_type"),
+    (["model.path=./no-such-folder"], "model.path", "config.json"),
+    (["model.path=''"], "model.path", "hub name"),
+    (["model.freeze=['*']"], "model.freeze", "something to train"),
+    (["data.seq_len=32768"], "data.seq_len", "max_position_embeddings=32768"),
+    (["model=qwen3_8b", "data.seq_len=65536"], "model.rope.scaling", "model.rope.scaling=yarn"),
+    (["model.rope={scaling: yarn, factor: 1.5}", "data.seq_len=65536"], "model.rope.factor", "at least 4"),
+    (["model.rope.factor=4"], "model.rope.factor", "takes none"),
+    (["model=qwen3_8b", "model.rope.theta=10000"], "model.rope.theta", "1e+06"),
+    (["model.attention=eager"], "model.attention", "square of the length"),
+    (["model.attention=flash_atention_2"], "model.attention", "model.attention=flash_attention_2"),
+    (["model.attention=flash_attention_3"], "model.attention", "fp32"),
+    (["model.attention=flex_attention", "site=cpu"], "model.attention", "flex_attention lacks"),
+    (["model.attention=kernels-community/flash-attn2", "site=cpu"], "model.attention", "needs a GPU"),
+    # Text and tokens
+    (["data.train_tokenizer=false"], "model.tokenizer", "a tokenizer"),
+    (["model=qwen3_8b"], "data.train_tokenizer", "init=pretrained"),
+    (["model.tokenizer=some/where"], "data.train_tokenizer", "one of the two"),
+    (["data.vocab_size=8192"], "data.vocab_size", "at most 4096"),
+    (["data.vocab_size=100"], "data.vocab_size", "256 bytes"),
+    (["data.source=random"], "data.train_tokenizer", "no text"),
+    (["data=text"], "data.path", "text files"),
+    (["data=jsonl", "data.path=nowhere.jsonl"], "data.path", "that exist"),
+    (["data.path=conf"], "data.path", "reads none"),
+    # Memory, engine
+    (["memory.checkpointing=none"], "memory.offload", "without checkpointing"),
+    (["engine.stage=2", "engine.offload_param=cpu"], "engine.offload_param", "stage 3"),
+    (["engine.stage=1", "engine.offload_optimizer=nvme"], "engine.offload_optimizer", "stage 3"),
+    (["engine.stage=0", "engine.offload_optimizer=cpu"], "engine.offload_optimizer", "stage=0"),
+    (["engine.offload_optimizer=nvme"], "engine.nvme_path", "NVMe"),
+    (["engine=zero3_nvme"], "engine.nvme_path", "NVMe"),
+    (["engine=zero3_nvme", "engine.nvme_path=/no/such/disk"], "engine.nvme_path", "exists"),
+    (["engine.cpu_optimizer=deepspeed"], "engine.cpu_optimizer", "on the host"),
+    (["engine.precision=fp16", "site=cpu"], "engine.precision", "refuses fp16"),
+    (["engine.ds_config=nowhere.json"], "engine.ds_config", "can be read"),
+    (["engine.ds_config=README.md"], "engine.ds_config", "JSON"),
+    (["engine.timeout_s=0"], "engine.timeout_s", "above 0"),
+    # Schedule and saving
+    (["schedule.steps=null"], "schedule.steps", "in steps or in epochs"),
+    (["schedule.epochs=2"], "schedule.steps", "one of the two"),
+    (["schedule.steps=0"], "schedule.steps", "above 0"),
+    (["schedule.warmup_steps=1000"], "schedule.warmup_steps", "at most the 80 steps"),
+    (["schedule=wsd", "schedule.decay_steps=79"], "schedule.decay_steps", "at most 72"),
+    (["schedule.decay_steps=5"], "schedule.decay_steps", "null with schedule.name=cosine"),
+    (["schedule=linear"], "schedule.min_lr_ratio", "no lowest rate"),
+    (["schedule.min_lr_ratio=2"], "schedule.min_lr_ratio", "from 0 to 1"),
+    (["checkpoint.resume=no/such/checkpoint"], "checkpoint.resume", "exists"),
+    (["log.eval_every=5", "log.eval_rows=0"], "log.eval_every", "held out"),
+]  # fmt: skip
+
+
+def _faults(overrides: Sequence[str], world: int | None = None, folder: Path | None = None) -> list[Fault]:
+    with pytest.raises(ConfigError) as caught:
+        compose_config(overrides, world=world, folder=str(folder) if folder else None)
+    return caught.value.faults
+
+
+@pytest.mark.parametrize(("overrides", "key", "fragment"), BROKEN, ids=[" ".join(row[0]) for row in BROKEN])
+def test_broken(
+    overrides: list[str], key: str, fragment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "README.md").write_text("no JSON")
+    monkeypatch.chdir(tmp_path)  # relative paths are seen from the start folder
+    faults = _faults([BASE, *overrides])
+    hits = [fault for fault in faults if fault.key == key]
+    assert hits, faults
+    assert any(fragment in str(fault) for fault in hits), hits
+    assert all(fault.want and fault.fix for fault in faults)
+
+
+def test_the_base_of_the_table_is_sound() -> None:
+    assert compose_config([BASE], world=2).name == "quickstart"
+    assert len(BROKEN) >= 30
+
+
+def test_all_faults_come_at_once() -> None:
+    overrides = [
+        "optim.lrr=1",
+        "++memory.x=1",
+        "~optim.eps",
+        "optim.lr=-1",
+        "schedule.steps=many",
+        "memory.checkpointing=none",
+        "engine.offload_optimizer=nvme",
+        "name=a/b",
+    ]
+    faults = _faults([BASE, *overrides], world=3)
+    assert {fault.key for fault in faults} == {
+        "optim.lrr",
+        "memory.x",
+        "~optim.eps",
+        "optim.lr",
+        "schedule.steps",
+        "memory.offload",
+        "engine.nvme_path",
+        "name",
+        "parallel.sp",
+    }
+    message = str(ConfigError(faults))
+    assert message.startswith("9 faults") and message.count("Fix: ") == 9
+
+
+def test_a_value_is_complained_about_once() -> None:
+    faults = _faults([BASE, "parallel.sp=-2", "schedule.steps=-5"], world=2)
+    assert sorted(fault.key for fault in faults) == ["parallel.sp", "schedule.steps"]
+
+
+@pytest.mark.parametrize(
+    ("sp", "world", "good"), [(2, 2, True), (2, 4, True), (2, 3, False), (4, 2, False), (2, None, True)]
+)
+def test_ranks(sp: int, world: int | None, good: bool) -> None:
+    if good:
+        assert compose_config([BASE, f"parallel.sp={sp}"], world=world).parallel.sp == sp
+    else:
+        (fault,) = _faults([BASE, f"parallel.sp={sp}"], world=world)
+        assert fault.key == "parallel.sp" and f"{world} rank(s)" in fault.want
+
+
+def test_the_device_is_judged_once_it_is_known() -> None:
+    cfg = compose_config([BASE, "model.attention=flex_attention"])
+    assert check(cfg, device="cuda") == []
+    assert [fault.key for fault in check(cfg, device="cpu")] == ["model.attention"]
+
+
+def test_a_length_in_epochs_is_judged_once_the_data_is_known() -> None:
+    cfg = compose_config([BASE, "schedule.steps=null", "schedule.epochs=1"])
+    assert list(schedule_faults(cfg, 8)) == []
+    assert [fault.key for fault in schedule_faults(cfg, 7)] == ["schedule.warmup_steps"]
+
+
+def test_an_unknown_model_is_not_judged() -> None:
+    cfg = RunConfig()
+    cfg.model.path, cfg.schedule.steps, cfg.parallel.sp = "some/model", 10, 7
+    assert check(cfg, world=7) == []
+
+
+HEAD = "# @package _global_\n"
+
+# An experiment's file -> a part of the message.
+FILES: dict[str, tuple[str, str]] = {
+    "group that does not exist": (f"{HEAD}defaults: [override /model: qwen3_9b, _self_]\n", "qwen3_8b"),
+    "override of no group": (f"{HEAD}defaults: [override /modle: tiny, _self_]\n", "modle"),
+    "broken YAML": (f"{HEAD}optim:\n  lr: [1,\n", "valid YAML"),
+    "key twice": (f"{HEAD}name: a\nname: b\n", "duplicate key name"),
+    "no package line": ("name: mine\n", "# @package _global_"),
+    "unknown keys": (f"{HEAD}optim: {{lrr: 3}}\n", "did you mean optim.lr"),
+    "unknown section": (f"{HEAD}memroy: {{x: 1}}\n", "did you mean memory"),
+    "no section": (f"{HEAD}optim: 3\n", "a section of named settings"),
+    "empty section": (f"{HEAD}optim:\n", "a section of named settings"),
+    "off is a truth value": (f"{HEAD}log: {{wandb: off}}\n", "quoted in YAML"),
+    "reference to nothing": (f"{HEAD}name: ${{nothing}}\n", "nothing"),
+    "variable that is not set": (f"{HEAD}name: ${{oc.env:NO_SUCH_VARIABLE}}\n", "NO_SUCH_VARIABLE"),
+    "a list": (f"{HEAD}- a\n", "exp/mine"),
+    "not UTF-8": (f"{HEAD}name: \udcff\n", "utf-8"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_broken_file(case: str, tmp_path: Path) -> None:
+    content, fragment = FILES[case]
+    (tmp_path / "exp").mkdir()
+    (tmp_path / "exp" / "mine.yaml").write_bytes(content.encode("utf-8", "surrogateescape"))
+    message = str(ConfigError(_faults(["+exp=mine"], folder=tmp_path)))
+    assert fragment in message, message
+
+
+def test_a_fault_of_the_file_does_not_hide_those_of_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "exp").mkdir()
+    (tmp_path / "exp" / "mine.yaml").write_text(f"{HEAD}name: [")
+    faults = _faults(["+exp=mine", "optim.lrr=1"], folder=tmp_path)
+    assert [fault.key for fault in faults] == ["optim.lrr", str(tmp_path / "exp" / "mine.yaml")]

@@ -1,0 +1,164 @@
+"""Rank variables of every launcher, the node lists of Slurm, and the refusals."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from stack.dist.env import RankEnv, apply_rank_env, read_rank_env
+from stack.dist.node_list import expand_node_list
+from stack.errors import LaunchError
+
+RANK_1_OF_2 = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29511",
+}
+# As a task of `srun` on two nodes sees them (Slurm 22.05), and the shell of the batch script above it.
+BATCH = {
+    "ENVIRONMENT": "BATCH",
+    "SLURM_JOB_ID": "123456",
+    "SLURM_JOB_NODELIST": "node[1-2]",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+}
+TASK_2 = BATCH | {
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "node[1-2]",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_PROCID": "2",
+    "SLURM_NODEID": "1",
+}
+TORCHRUN = RANK_1_OF_2 | {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2"}
+DEEPSPEED = RANK_1_OF_2 | {"CROSS_RANK": "0", "CROSS_SIZE": "1", "LOCAL_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (TORCHRUN, RankEnv(1, 2, 1, 2, "127.0.0.1", 29511, "torchrun")),
+        (DEEPSPEED, RankEnv(1, 2, 1, 2, "127.0.0.1", 29511, "deepspeed")),
+        (RANK_1_OF_2, RankEnv(1, 2, 1, 2, "127.0.0.1", 29511, "environment")),
+        (TASK_2 | TORCHRUN, RankEnv(1, 2, 1, 2, "127.0.0.1", 29511, "torchrun")),
+        (TASK_2, RankEnv(2, 4, 0, 2, "node1", 23456, "srun")),
+        (TASK_2 | {"MASTER_ADDR": "login", "MASTER_PORT": "4000"}, RankEnv(2, 4, 0, 2, "login", 4000, "srun")),
+        (TASK_2 | {"SLURM_RESTART_COUNT": "2"}, RankEnv(2, 4, 0, 2, "node1", 25456, "srun")),
+        (TASK_2 | {"SLURM_STEP_ID": "1"}, RankEnv(2, 4, 0, 2, "node1", 23553, "srun")),
+        (
+            TASK_2 | {"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "2,1"},
+            RankEnv(2, 3, 0, 1, "node1", 23456, "srun"),
+        ),
+        (
+            {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"},
+            RankEnv(1, 2, 1, 2, "127.0.0.1", 20007, "srun"),
+        ),
+    ],
+    ids=["torchrun", "deepspeed", "by hand", "torchrun in a step", "srun", "address given", "restart", "second step",
+         "uneven", "one node"],
+)  # fmt: skip
+def test_launchers(environ: dict[str, str], expected: RankEnv) -> None:
+    assert read_rank_env(environ) == expected
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"MASTER_ADDR": "node1", "MASTER_PORT": "4000"},
+        BATCH,
+        {key: value for key, value in BATCH.items() if key not in ("SLURM_PROCID", "ENVIRONMENT")},
+        BATCH | {"ENVIRONMENT": "", "SLURM_STEP_ID": "4294967290"},
+    ],
+    ids=["nothing", "address alone", "sbatch shell", "salloc shell", "interactive step"],
+)
+def test_one_plain_process(environ: dict[str, str]) -> None:
+    env = read_rank_env(environ)
+    assert (env.rank, env.world, env.local_rank, env.local_world, env.launcher) == (0, 1, 0, 1, "plain")
+    assert env.addr == "127.0.0.1" and 1024 <= env.port < 65536
+
+
+def test_two_jobs_of_the_deepspeed_launcher_do_not_share_its_default_port() -> None:
+    env = read_rank_env(DEEPSPEED | {"MASTER_PORT": "29500"})
+    assert env.port == 20000 + os.getppid() % 10000
+    over_nodes = read_rank_env(DEEPSPEED | {"MASTER_PORT": "29500", "LOCAL_SIZE": "1", "LOCAL_RANK": "0"})
+    assert over_nodes.port == 29500  # the launchers of two nodes have different numbers
+
+
+@pytest.mark.parametrize(
+    ("environ", "names"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, ["LOCAL_RANK, MASTER_ADDR, MASTER_PORT missing", "RANK=0, WORLD_SIZE=2 set"]),
+        ({"WORLD_SIZE": "2"}, ["RANK, LOCAL_RANK"]),
+        ({"LOCAL_RANK": "0"}, ["RANK, WORLD_SIZE"]),
+        (RANK_1_OF_2 | {"RANK": "2"}, ["rank=2 outside 0..1"]),
+        (RANK_1_OF_2 | {"RANK": "one"}, ["RANK='one'"]),
+        (RANK_1_OF_2 | {"WORLD_SIZE": "-2"}, ["WORLD_SIZE='-2'"]),
+        (TORCHRUN | {"LOCAL_RANK": "2"}, ["local rank=2 outside 0..1"]),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "3"}, ["ranks on this node=3 outside 0..2"]),
+        (RANK_1_OF_2 | {"MASTER_PORT": "99999"}, ["port=99999"]),
+        (RANK_1_OF_2 | {"MASTER_ADDR": "node1"}, ["LOCAL_WORLD_SIZE"]),
+        (TASK_2 | RANK_1_OF_2 | {"RANK": "0", "WORLD_SIZE": "4"}, ["RANK=0 but SLURM_PROCID=2 of 4", "batch shell"]),
+        (TASK_2 | {"WORLD_SIZE": "8"}, ["WORLD_SIZE=8 but srun started 4 tasks"]),
+        (TASK_2 | {"MASTER_ADDR": "localhost"}, ["MASTER_ADDR=localhost cannot be reached from 2 nodes"]),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}, ["SLURM_NTASKS"]),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}, ["SLURM_JOB_NODELIST", "MASTER_ADDR"]),
+        (TASK_2 | {"SLURM_LOCALID": ""}, ["SLURM_LOCALID"]),
+        (TASK_2 | {"SLURM_JOB_ID": ""}, ["SLURM_JOB_ID", "MASTER_PORT"]),
+        (TASK_2 | {"SLURM_STEP_TASKS_PER_NODE": "2"}, ["SLURM_STEP_TASKS_PER_NODE='2'"]),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, ["OMPI_COMM_WORLD_SIZE=2", "mpirun"]),
+    ],
+)  # fmt: skip
+def test_partial_or_contradictory_variables_are_named(environ: dict[str, str], names: list[str]) -> None:
+    with pytest.raises(LaunchError) as caught:
+        read_rank_env(environ)
+    for name in names:
+        assert name in str(caught.value)
+    assert "Fix:" in str(caught.value) or "contradictory" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("a[01-03,07],b1", "a01 a02 a03 a07 b1"),
+        ("node1", "node1"),
+        ("node[8-11]", "node8 node9 node10 node11"),
+        ("n[098-101]", "n098 n099 n100 n101"),
+        ("r[1-2]n[3,5]", "r1n3 r1n5 r2n3 r2n5"),
+        ("gpu-[1-2].cluster,login-1", "gpu-1.cluster gpu-2.cluster login-1"),
+    ],
+)
+def test_node_lists(text: str, names: str) -> None:
+    assert expand_node_list(text) == names.split()
+
+
+@pytest.mark.parametrize("text", ["a[1-", "a[3-1]", "a[x-y]", "a,,b", "a]1[", ""])
+def test_unknown_node_lists_go_to_scontrol(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchError, match="cannot be read"):
+        expand_node_list(text)
+    fake = tmp_path / "scontrol"
+    fake.write_text('#!/bin/sh\n[ "$1 $2" = "show hostnames" ] && echo first && echo second\n')
+    fake.chmod(0o755)
+    assert expand_node_list(text) == ["first", "second"]
+    fake.write_text("#!/bin/sh\necho no such node >&2\nexit 1\n")
+    with pytest.raises(LaunchError, match="no such node"):
+        expand_node_list(text)
+
+
+def test_apply_makes_every_launcher_look_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = read_rank_env(TASK_2)
+    for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(key, "")  # so that what is set below is undone
+    apply_rank_env(env)
+    again = read_rank_env(os.environ)
+    assert (again.rank, again.world, again.local_world, again.addr, again.port) == (2, 4, 2, "node1", 23456)
