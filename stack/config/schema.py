@@ -160,6 +160,13 @@ class MemoryConfig:
     name: str = "plain"
     """Label of the preset."""
 
+    lean: bool = False
+    """Run each decoder block as two tiled halves around attention, which then runs forward once a step and not twice.
+    Keeps a block's input, attention output and log-sum-exp. Models that do not fit it use the levers below instead."""
+
+    attention_groups: int = 0
+    """Key/value heads in one attention call of a lean block; fewer need less memory at once. 0: all of the rank."""
+
     tiled_loss: bool = False
     """Compute head and loss in tiles of tokens, so that the logits never exist whole (at 131,072 local tokens
     and 151,936 words they are 74 GiB in fp32)."""

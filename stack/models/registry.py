@@ -10,18 +10,34 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class LeanNames:
+    """Parts of a block that is x + attention(norm(x)), then x + mlp(norm(x)), and nothing else.
+
+    Only a family whose lean block has been compared with its own (`tests/contract`) has an entry.
+    """
+
+    input_norm: str = "input_layernorm"
+    out_proj: str = "o_proj"
+    post_norm: str = "post_attention_layernorm"
+    mlp: str = "mlp"
+
+
+@dataclass(frozen=True)
 class Family:
     """Attribute names inside a model: the list of blocks in the body, and the two halves of a block."""
 
     blocks: str = "layers"
     attention: str = "self_attn"
     mlp: str = "mlp"
+    lean: LeanNames | None = None
+    """Set where the lean layer (`parallel/lean.py`) may take the block apart."""
 
 
 DEFAULT = Family()
 
 FAMILIES: dict[str, Family] = {
     "gpt_neox": Family(attention="attention"),
+    **{name: Family(lean=LeanNames()) for name in ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")},
 }
 """By `model_type` of the Hugging Face config."""
 

@@ -35,7 +35,9 @@ def sdpa_documents(
     return torch.cat([torch.cat(parts, dim=2) for parts in rows])
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, dropout: float) -> Tensor:
+def _causal(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, dropout: float
+) -> Tensor:
     """Attention inside one document. All tensors [1, heads or kv_heads, length, head_dim]."""
     length, repeats = query.shape[2], query.shape[1] // key.shape[1]
     if window is None or window >= length:
@@ -53,6 +55,8 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int
         keys, values = (part[:, :, first:stop].repeat_interleave(repeats, dim=1) for part in (key, value))
         block = query[:, :, start:stop]
         blocks.append(
-            F.scaled_dot_product_attention(block, keys, values, attn_mask=visible, scale=scale, dropout_p=dropout)
+            F.scaled_dot_product_attention(
+                block, keys, values, attn_mask=visible, scale=scale, dropout_p=dropout
+            )
         )
     return torch.cat(blocks, dim=2)

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stack.ops.param_grads import ParamGrads
+
 Block = Callable[[Tensor], Tensor]
 
 
@@ -35,7 +37,9 @@ class _SaveInput(torch.autograd.Function):
 
 class _TiledBlock(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, block: Block, tile: int, input_node: Any, *params: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, block: Block, tile: int, input_node: Any, *params: Tensor
+    ) -> Tensor:
         ctx.block, ctx.tile, ctx.input_node, ctx.params = block, tile, input_node, params
         ctx.rng_state = _rng_state(hidden.device)
         return _forward_tiles(hidden, block, tile)
@@ -43,7 +47,7 @@ class _TiledBlock(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (hidden,) = ctx.input_node.saved_tensors
-        sums: list[Tensor | None] = [None] * len(ctx.params)
+        sums = ParamGrads(ctx.params)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         with torch.random.fork_rng(devices=_rng_devices(hidden.device)), torch.enable_grad():
             # Replaying the tiles in forward's order from forward's state gives each the dropout it had.
@@ -51,25 +55,10 @@ class _TiledBlock(torch.autograd.Function):
             for start in range(0, hidden.shape[1], ctx.tile):
                 part = slice(start, start + ctx.tile)
                 tile_input = hidden[:, part].detach().requires_grad_()
-                output = ctx.block(tile_input)
-                found = torch.autograd.grad(
-                    output, (tile_input, *ctx.params), grads[0][:, part], allow_unused=True
-                )
+                (found,) = sums.backward([ctx.block(tile_input)], [tile_input], [grads[0][:, part]])
                 if grad_hidden is not None:
-                    grad_hidden[:, part] = 0 if found[0] is None else found[0]
-                _add(sums, found[1:])
-        grad_params = [
-            None if total is None else total.to(param.dtype) for total, param in zip(sums, ctx.params, strict=True)
-        ]
-        return grad_hidden, None, None, None, *grad_params
-
-
-def _add(sums: list[Tensor | None], grads: tuple[Tensor | None, ...]) -> None:
-    for index, grad in enumerate(grads):
-        if grad is None:
-            continue
-        total = sums[index]
-        sums[index] = grad.float() if total is None else total.add_(grad)
+                    grad_hidden[:, part] = found
+        return grad_hidden, None, None, None, *sums.totals()
 
 
 def _forward_tiles(hidden: Tensor, block: Block, tile: int) -> Tensor:

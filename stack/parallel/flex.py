@@ -22,7 +22,9 @@ def flex_documents(
     """
     rows, _, seq, _ = query.shape
     mask = _block_mask(tuple(cu_seqlens.tolist()), rows, seq, window, str(query.device))
-    return _compiled()(query, key, value, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
+    return _compiled()(
+        query, key, value, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
 
 
 @lru_cache(maxsize=1)

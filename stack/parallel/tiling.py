@@ -26,7 +26,9 @@ def tile_mlps(mlps: list[nn.Module], tile: int, stage: int) -> None:
     different = list(dict.fromkeys(mlps))
     for mlp in different:
         if stage == 3 and mlps.count(mlp) > 1:
-            raise ModelError(f"{type(mlp).__name__} is shared by several layers. Fix: memory.tiled_mlp=false or engine.stage=2")
+            raise ModelError(
+                f"{type(mlp).__name__} is shared by several layers. Fix: memory.tiled_mlp=false or engine.stage=2"
+            )
         if stage == 3:
             set_z3_leaf_module(mlp, True)
         mlp.forward = _tiled(mlp, tile)
@@ -37,7 +39,9 @@ def _tiled(mlp: nn.Module, tile: int) -> Any:
 
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or kwargs:
-            raise ModelError(f"{type(mlp).__name__} takes more than hidden states. Fix: memory.tiled_mlp=false")
+            raise ModelError(
+                f"{type(mlp).__name__} takes more than hidden states. Fix: memory.tiled_mlp=false"
+            )
         params = [param for param in mlp.parameters() if param.requires_grad]
         flat = hidden.reshape(1, -1, hidden.shape[-1])
         return tiled_block(flat, plain, params, tile).view(hidden.shape)

@@ -26,50 +26,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from stack.dist.collectives import all_to_all
 from stack.errors import ModelError
 from stack.ops.attention import sdpa_documents
+from stack.parallel.exchange import plan_heads
 from stack.parallel.flex import flex_documents
 
 ATTENTION_NAME = "stack_ulysses"
 SETTINGS = "stack_attention"
 """Attribute of an attention module instance that holds its AttentionSettings."""
-
-
-@dataclass(frozen=True)
-class HeadPlan:
-    """Which heads rank j of a row's group works on.
-
-    kv_index: for each rank in turn the key/value heads sent to it, [sp * num_kv_local]. q_to_kv: for this rank, the
-    local key/value head of each local query head, or None where plain grouping gives the same.
-    """
-
-    num_q_local: int
-    num_kv_local: int
-    kv_index: list[int]
-    q_to_kv: list[int] | None
-
-
-def plan_heads(num_q: int, num_kv: int, sp: int, sp_rank: int) -> HeadPlan:
-    """Divide query heads evenly; send each rank the key/value heads that its query heads read, repeated where needed.
-
-    Any `sp` that divides the query heads works: key/value heads are divided where they can be, and replicated where
-    there are fewer than ranks. Autograd adds up the gradients of a replicated head.
-    """
-    if num_q % sp:
-        raise ModelError(f"{num_q} query heads cannot be divided over parallel.sp={sp} ranks")
-    num_q_local, group = num_q // sp, num_q // num_kv
-    needed = []
-    for rank in range(sp):
-        heads = range(rank * num_q_local, (rank + 1) * num_q_local)
-        needed.append(sorted({head // group for head in heads}))
-    num_kv_local = max(len(heads) for heads in needed)
-    # The exchange is even, so ranks that need fewer heads get their last one again.
-    kv_index = [head for heads in needed for head in heads + heads[-1:] * (num_kv_local - len(heads))]
-    own = needed[sp_rank]
-    first = sp_rank * num_q_local
-    q_to_kv = [own.index((first + head) // group) for head in range(num_q_local)]
-    grouped = num_q_local % num_kv_local == 0 and q_to_kv == [
-        head // (num_q_local // num_kv_local) for head in range(num_q_local)
-    ]
-    return HeadPlan(num_q_local, num_kv_local, kv_index, None if grouped else q_to_kv)
 
 
 @dataclass
@@ -80,6 +42,26 @@ class AttentionSettings:
     sp: int
     sp_rank: int
     sp_group: dist.ProcessGroup | None
+    lean: bool = False
+    """Stop the attention module's forward when q, k and v are there: `lean.py` does the rest."""
+
+
+class QkvReady(Exception):
+    """Carries a tile's q, k and v, and how they are to be attended, out of a model's own attention forward; no fault."""
+
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor, how: How):
+        super().__init__()
+        self.query, self.key, self.value, self.how = query, key, value, how
+
+
+@dataclass(frozen=True)
+class How:
+    """What a model asks of its attention. extras: softcap and sinks, which only flash kernels compute."""
+
+    scale: float
+    window: int | None
+    dropout: float
+    extras: dict[str, Any]
 
 
 def install_attention(attentions: list[nn.Module], config: Any, settings: AttentionSettings) -> None:
@@ -120,30 +102,45 @@ def ulysses_attention(
     settings: AttentionSettings = getattr(module, SETTINGS)
     _refuse_unknown(module, attention_mask, cu_seq_lens_q, kwargs | {"dropout": dropout}, settings.backend)
     assert cu_seq_lens_q is not None
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    extras = {key: kwargs[key] for key in ("softcap", "s_aux") if kwargs.get(key) is not None}
+    how = How(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, dropout, extras)
+    if settings.lean:
+        raise QkvReady(query, key, value, how)
     if settings.sp_group is not None:
         query, key, value = _to_heads(query, key, value, settings)
-    out = _attend(settings.backend, query, key, value, cu_seq_lens_q, scaling, sliding_window, dropout, kwargs)
+    out = attend(settings.backend, query, key, value, cu_seq_lens_q, how)
     if settings.sp_group is not None:
         out = _to_sequence(out, settings)
     return out.transpose(1, 2).contiguous(), None
 
 
 def _refuse_unknown(
-    module: nn.Module, attention_mask: Tensor | None, cu_seqlens: Tensor | None, kwargs: dict[str, Any], backend: str
+    module: nn.Module,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    kwargs: dict[str, Any],
+    backend: str,
 ) -> None:
     name = type(module).__name__
     if cu_seqlens is None:
-        raise ModelError(f"{name} does not hand keyword arguments down to its attention, so documents cannot be kept apart")
+        raise ModelError(
+            f"{name} does not hand keyword arguments down to its attention, so documents cannot be kept apart"
+        )
     if attention_mask is not None:
-        raise ModelError(f"{name} builds an attention mask of its own, which sequence parallelism cannot honour")
+        raise ModelError(
+            f"{name} builds an attention mask of its own, which sequence parallelism cannot honour"
+        )
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise ModelError(f"{name} is not causal: only causal language models can be trained here")
     if backend == "flex_attention" and kwargs.get("dropout"):
-        raise ModelError("model.attention='flex_attention' has no attention dropout. Fix: set the model's to 0, or use sdpa")
+        raise ModelError(
+            "model.attention='flex_attention' has no attention dropout. Fix: set the model's to 0, or use sdpa"
+        )
     changes = [key for key in ("softcap", "s_aux", "position_bias") if kwargs.get(key) is not None]
     if changes and backend in ("sdpa", "flex_attention"):
-        raise ModelError(f"model.attention={backend!r} cannot compute {name}'s {', '.join(changes)}. Fix: a flash kernel")
+        raise ModelError(
+            f"model.attention={backend!r} cannot compute {name}'s {', '.join(changes)}. Fix: a flash kernel"
+        )
 
 
 def _to_heads(
@@ -158,7 +155,9 @@ def _to_heads(
         key.index_select(1, index).view(rows, sp, plan.num_kv_local, seq_local, dim),
         value.index_select(1, index).view(rows, sp, plan.num_kv_local, seq_local, dim),
     ]
-    parts = torch.cat(per_rank, dim=2).transpose(0, 1)  # [sp (receiver), rows, heads_local of q, k, v, seq_local, dim]
+    parts = torch.cat(per_rank, dim=2).transpose(
+        0, 1
+    )  # [sp (receiver), rows, heads_local of q, k, v, seq_local, dim]
     parts = all_to_all(parts, settings.sp_group)  # [sp (sender), ...]: the sender's slice of the sequence
     whole = parts.permute(1, 2, 0, 3, 4).reshape(rows, -1, sp * seq_local, dim)
     sizes = [plan.num_q_local, plan.num_kv_local, plan.num_kv_local]
@@ -172,40 +171,24 @@ def _to_heads(
 def _to_sequence(out: Tensor, settings: AttentionSettings) -> Tensor:
     """[rows, heads_local, seq, dim] -> [rows, heads, seq_local, dim]."""
     sp, (rows, heads_local, seq, dim) = settings.sp, out.shape
-    parts = out.view(rows, heads_local, sp, seq // sp, dim).permute(2, 0, 1, 3, 4)  # [sp (receiver), rows, ...]
+    parts = out.view(rows, heads_local, sp, seq // sp, dim).permute(
+        2, 0, 1, 3, 4
+    )  # [sp (receiver), rows, ...]
     parts = all_to_all(parts, settings.sp_group)  # [sp (sender), ...]: the sender's heads
     return parts.transpose(0, 1).reshape(rows, sp * heads_local, seq // sp, dim)
 
 
-def _attend(
-    backend: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    scale: float,
-    window: int | None,
-    dropout: float,
-    kwargs: dict[str, Any],
-) -> Tensor:
+def attend(backend: str, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, how: How) -> Tensor:
     """Attention over whole rows with the chosen kernel; [rows, heads, seq, dim] in and out."""
     if backend == "sdpa":
-        return sdpa_documents(query, key, value, cu_seqlens, scale, window, dropout)
+        return sdpa_documents(query, key, value, cu_seqlens, how.scale, how.window, how.dropout)
     if backend == "flex_attention":
-        return flex_documents(query, key, value, cu_seqlens, scale, window)
-    return _flash_documents(backend, query, key, value, cu_seqlens, scale, window, dropout, kwargs)
+        return flex_documents(query, key, value, cu_seqlens, how.scale, how.window)
+    return _flash_documents(backend, query, key, value, cu_seqlens, how)
 
 
 def _flash_documents(
-    backend: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    scale: float,
-    window: int | None,
-    dropout: float,
-    kwargs: dict[str, Any],
+    backend: str, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, how: How
 ) -> Tensor:
     """A flash kernel through transformers' own wrapper, in its variable-length form: all rows become one."""
     rows, _, seq, _ = query.shape
@@ -220,11 +203,10 @@ def _flash_documents(
         key,
         value,
         None,
-        dropout=dropout,
-        scaling=scale,
-        sliding_window=window,
-        softcap=kwargs.get("softcap"),
-        s_aux=kwargs.get("s_aux"),
+        dropout=how.dropout,
+        scaling=how.scale,
+        sliding_window=how.window,
+        **how.extras,
         cu_seq_lens_q=bounds,
         cu_seq_lens_k=bounds,
         max_length_q=longest,

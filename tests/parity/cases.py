@@ -9,7 +9,7 @@ FACTORS: dict[str, tuple] = {
     "layout": ("1", "sp2", "dp2", "sp2 x dp2", "sp4"),
     "stage": (3, 2, 1, 0),
     "accumulation": (1, 3),
-    "levers": ("none", "all", "tiled_loss", "tiled_mlp", "checkpoint", "offload"),
+    "levers": ("none", "all", "lean", "tiled_loss", "tiled_mlp", "checkpoint", "offload"),
     "tied": (False, True),
     "text": ("one document", "packed", "rank without target"),
 }

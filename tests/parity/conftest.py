@@ -26,7 +26,9 @@ def folders(tmp_path_factory) -> dict[bool, str]:
     saved = {}
     for tied in (False, True):
         torch.manual_seed(5)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", tie_word_embeddings=tied, **SHAPE))
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model("qwen3", tie_word_embeddings=tied, **SHAPE)
+        )
         with torch.no_grad():
             for param in model.parameters():
                 param.add_(torch.randn_like(param) * 0.1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import traceback
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -40,6 +39,9 @@ LEVERS = {
     "tiled_mlp": MemoryConfig(tiled_mlp=True, mlp_tile=3),
     "checkpoint": MemoryConfig(checkpointing="full"),
     "offload": MemoryConfig(checkpointing="full", offload=True),
+    "lean": MemoryConfig(
+        lean=True, mlp_tile=3, tiled_loss=True, loss_tile=4, attention_groups=1, offload=True
+    ),
     "all": MemoryConfig(
         tiled_loss=True, loss_tile=4, tiled_mlp=True, mlp_tile=3, checkpointing="full", offload=True
     ),
@@ -91,7 +93,10 @@ def pack(rows: list[Row]) -> MicroBatch:
         labels.append(row_labels)
         positions.append([place for document in row.documents for place in range(len(document))])
     return MicroBatch(
-        torch.tensor(ids), torch.tensor(labels), torch.tensor(positions), torch.tensor(bounds, dtype=torch.int32)
+        torch.tensor(ids),
+        torch.tensor(labels),
+        torch.tensor(positions),
+        torch.tensor(bounds, dtype=torch.int32),
     )
 
 
@@ -112,7 +117,9 @@ def train(case: ParityCase, folder: str, topology: Topology, device: str = "cpu"
             curve.weights = weights_of(engine)
         curve.norms.append(engine.step(lr).grad_norm)
     # Read off the update, so that they are what the optimizer really applied, at every stage.
-    curve.grads = {name: (curve.weights[name] - after) / LRS[-1] for name, after in weights_of(engine).items()}
+    curve.grads = {
+        name: (curve.weights[name] - after) / LRS[-1] for name, after in weights_of(engine).items()
+    }
     engine.close()
     return curve
 
@@ -121,7 +128,9 @@ def weights_of(engine: Engine) -> dict[str, Tensor]:
     return {name: value for name, value in engine.named_full_parameters() if value is not None}
 
 
-def run_table(cases: list[ParityCase], folders: dict[bool, str], device: str = "cpu") -> dict[str, Curve | str]:
+def run_table(
+    cases: list[ParityCase], folders: dict[bool, str], device: str = "cpu"
+) -> dict[str, Curve | str]:
     """All cases of one world size on one start of the ranks; a failed case is told by its traceback."""
     outcomes: dict[str, Curve | str] = {}
     for case in cases:

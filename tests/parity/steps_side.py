@@ -46,7 +46,12 @@ def topology_of(sp: int) -> Topology:
 
 
 def one_step(
-    engine: Engine, topology: Topology, rows: list[Row], lr: float, size: int = 1, method: Pretrain | None = None
+    engine: Engine,
+    topology: Topology,
+    rows: list[Row],
+    lr: float,
+    size: int = 1,
+    method: Pretrain | None = None,
 ) -> Step:
     """Rows are dealt to the data-parallel ranks in turn, `size` to a micro-batch; missing ones become empty batches."""
     method = method or Pretrain(MethodConfig())
@@ -54,7 +59,9 @@ def one_step(
     count = -(-len(rows) // (topology.dp * size))
     batches = [pack(mine[start : start + size]) for start in range(0, len(mine), size)]
     empty = [replace(batch, labels=torch.full_like(batch.labels, IGNORE)) for batch in batches[:1]]
-    batches = [shard_batch(b, topology.sp, topology.sp_rank) for b in batches + empty * (count - len(batches))]
+    batches = [
+        shard_batch(b, topology.sp, topology.sp_rank) for b in batches + empty * (count - len(batches))
+    ]
     num_targets = topology.sum(sum(batch.num_targets for batch in batches))
     loss = sum(engine.forward_backward(method, batch, num_targets).item() for batch in batches)
     result = engine.step(lr)
@@ -80,7 +87,9 @@ def many(runs: dict[str, tuple]) -> dict[str, list[Step]]:
     return {name: run_steps(*run) for name, run in runs.items()}
 
 
-def with_evaluation(cfg: RunConfig, steps: list[list[Row]], lr: float, held_out: list[Row]) -> dict[str, object]:
+def with_evaluation(
+    cfg: RunConfig, steps: list[list[Row]], lr: float, held_out: list[Row]
+) -> dict[str, object]:
     """Train twice from the same weights, once with evaluations before and between the steps."""
     topology = topology_of(cfg.parallel.sp)
     method, found = Pretrain(MethodConfig()), {}

@@ -50,7 +50,9 @@ def build_only(small: str, large: str) -> tuple[int, int]:
     import tests.parity.rank_side as rank_side
 
     topology = topology_of(1)
-    assemble(config_of(ParityCase("dp2", 3, 1, "none", False, ""), small), topology).close()  # warm: imports, pools
+    assemble(
+        config_of(ParityCase("dp2", 3, 1, "none", False, ""), small), topology
+    ).close()  # warm: imports, pools
     found = []
     real = rank_side.build_engine
 
@@ -75,8 +77,12 @@ def load_and_gather(folder: str, stage: int) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def large(tmp_path_factory) -> str:
     """192 MB in fp32, of which the largest tensor is 16 MB."""
-    shape = dict(vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=12, num_attention_heads=8)
-    config = AutoConfig.for_model("qwen3", num_key_value_heads=4, head_dim=64, max_position_embeddings=64, **shape)
+    shape = dict(
+        vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=12, num_attention_heads=8
+    )
+    config = AutoConfig.for_model(
+        "qwen3", num_key_value_heads=4, head_dim=64, max_position_embeddings=64, **shape
+    )
     folder = tmp_path_factory.mktemp("large")
     AutoModelForCausalLM.from_config(config).save_pretrained(folder, max_shard_size="50MB")
     return str(folder)
@@ -86,7 +92,9 @@ def test_no_rank_holds_the_whole_model(folders, large):
     size = sum(file.stat().st_size for file in Path(large).glob("*.safetensors"))
     values = run_ranks(build_only, WORLD, folders[False], large, timeout_s=200, init=False)
     for grown, _ in values:
-        print(f"model {size / 2**20:.0f} MiB, shard {size / WORLD / 2**20:.0f} MiB, peak growth {grown / 2**20:.0f} MiB")
+        print(
+            f"model {size / 2**20:.0f} MiB, shard {size / WORLD / 2**20:.0f} MiB, peak growth {grown / 2**20:.0f} MiB"
+        )
         assert size / WORLD * 0.9 < grown < size / WORLD + 60 * 2**20
 
 

@@ -10,10 +10,13 @@ from tests.parity.cases import FACTORS, TABLE, ParityCase, pairs_of
 from tests.parity.rank_side import Curve, run_table
 from tests.ranks import run_ranks
 
+
 @pytest.fixture(scope="session")
 def judged(folders) -> dict[tuple[bool, str], reference.Curve]:
     return {
-        (tied, text): reference.train(reference.load(folders[tied]), reference.make_steps(text), reference.LRS)
+        (tied, text): reference.train(
+            reference.load(folders[tied]), reference.make_steps(text), reference.LRS
+        )
         for tied in FACTORS["tied"]
         for text in FACTORS["text"]
     }

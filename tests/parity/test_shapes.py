@@ -59,9 +59,16 @@ def runs(folders, families):
     for stage in (0, 2, 3):
         for tile in TILES:
             for layout in ("dp2", "sp2"):
-                cfg = replace(config_of(ParityCase(layout, stage, 1, "all", False, ""), folders[False]), memory=levers(tile))
+                cfg = replace(
+                    config_of(ParityCase(layout, stage, 1, "all", False, ""), folders[False]),
+                    memory=levers(tile),
+                )
                 # Neighbours in this list go to different data-parallel ranks: their tile counts differ.
-                table[f"{stage} {tile} {layout}"] = (cfg, [rows_of(list(LENGTHS), 1), rows_of([16, 2], 2)], [0.1] * 2)
+                table[f"{stage} {tile} {layout}"] = (
+                    cfg,
+                    [rows_of(list(LENGTHS), 1), rows_of([16, 2], 2)],
+                    [0.1] * 2,
+                )
     for name, folder in families.items():
         for layout in ("dp2", "sp2"):
             cfg = config_of(ParityCase(layout, 3, 1, "all", False, "packed"), folder)

@@ -48,7 +48,9 @@ def steps(folders):
 
 
 def moved(before, after) -> float:
-    return math.sqrt(sum((after[name].double() - before[name].double()).square().sum().item() for name in before))
+    return math.sqrt(
+        sum((after[name].double() - before[name].double()).square().sum().item() for name in before)
+    )
 
 
 @pytest.mark.parametrize("stage", STAGES)

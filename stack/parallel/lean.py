@@ -1,0 +1,273 @@
+"""The lean layer: a decoder block as two tiled halves around attention, with a backward of its own.
+
+    tiles of [norm, q/k/v, rotary] -> exchange -> attention -> exchange -> tiles of [output projection, residual, norm,
+    MLP or experts, residual]
+
+Kept for backward, in host memory: the block's input, the attention output and its log-sum-exp. Attention then runs
+forward once in a step (plain checkpointing runs it twice: at 1M tokens that is 4.5 units of work in place of 3.5), the MLP
+twice, and beside q, k, v and what is kept no tensor of the whole local sequence exists.
+
+Every number is computed by the model's own submodules. The first half is the attention module's own forward, stopped when
+it hands q, k and v to the attention function; the second half is named by the model's family in `models/registry.py`,
+whose `lean` entry vouches that a block is norm, attention, residual, norm, MLP, residual. Other models keep the generic
+levers (`lean_obstacle` says why). Under ZeRO-3 the block is a leaf: gathered once for all tiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.utils import set_z3_leaf_module
+from torch import Tensor, nn
+
+from stack.config.schema import MemoryConfig
+from stack.models.registry import LeanNames, family_of
+from stack.ops.attention_kernel import AttentionKernel
+from stack.ops.host_store import HostStore, Kept
+from stack.ops.param_grads import ParamGrads
+from stack.parallel.exchange import (
+    HeadPlan,
+    exchange,
+    plan_heads,
+    put_heads,
+    row_slices,
+    take_heads,
+    whole_rows,
+)
+from stack.parallel.kernels import make_kernel
+from stack.parallel.ulysses import AttentionSettings, QkvReady
+
+
+@dataclass
+class Lean:
+    """One block and its settings. tile: tokens; attention_groups: key/value heads in one attention call, 0 for all."""
+
+    block: nn.Module
+    names: LeanNames
+    attention: nn.Module
+    settings: AttentionSettings
+    tile: int
+    attention_groups: int
+    store: HostStore
+
+
+@dataclass
+class Call:
+    """The arguments of one forward that are the same for the whole block."""
+
+    cos: Tensor
+    sin: Tensor
+    cu_seqlens: Tensor
+    others: dict[str, Any]
+
+
+@dataclass
+class Rows:
+    """Whole rows of this rank's heads, [rows, heads_local, seq, dim], and the way back. num_kv: of the model."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    plan: HeadPlan
+    num_kv: int
+    kernel: AttentionKernel
+
+
+def install_lean(
+    blocks: list[nn.Module],
+    attentions: list[nn.Module],
+    settings: AttentionSettings,
+    family: str,
+    memory: MemoryConfig,
+    stage: int,
+) -> None:
+    """Change the forward of each block instance. The attention modules must hold `settings` already, with `lean` set."""
+    names = family_of(family).lean
+    assert names is not None, "ask lean_obstacle first"
+    store = HostStore(memory.offload, memory.pin_memory)
+    for block, attention in zip(blocks, attentions, strict=True):
+        if stage == 3:
+            set_z3_leaf_module(block, True)
+        lean = Lean(block, names, attention, settings, memory.mlp_tile, memory.attention_groups, store)
+        block.forward = _lean_forward(lean)
+
+
+def lean_obstacle(blocks: list[nn.Module], family: str, config: Any) -> str | None:
+    """Why this model cannot run as lean layers, or None."""
+    names = family_of(family).lean
+    if names is None:
+        return f"no `lean` entry for {family!r} in stack/models/registry.py"
+    if getattr(config, "attention_dropout", 0.0):
+        return "the model has attention dropout"
+    if len(set(blocks)) < len(blocks):
+        return "a block is applied several times"
+    return None
+
+
+def _lean_forward(lean: Lean):
+    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        assert not args, "decoder blocks get everything but the hidden state by name"
+        cos, sin = kwargs.pop("position_embeddings")
+        # Whatever is a tensor here belongs to the whole slice, not to a tile; positions are in cos and sin.
+        others = {key: value for key, value in kwargs.items() if not torch.is_tensor(value)}
+        call = Call(cos, sin, kwargs["cu_seq_lens_q"], others | {"attention_mask": None})
+        if not torch.is_grad_enabled():
+            return _forward(lean, call, hidden)[0]
+        params = [param for param in lean.block.parameters() if param.requires_grad]
+        return _LeanBlock.apply(hidden, lean, call, *params)
+
+    return forward
+
+
+class _LeanBlock(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, lean: Lean, call: Call, *params: Tensor) -> Tensor:
+        output, mixed, lse = _forward(lean, call, hidden)
+        ctx.kept = lean.store.keep([hidden, mixed] if lse is None else [hidden, mixed, lse])
+        ctx.lean, ctx.call, ctx.params = lean, call, params
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        sums = ParamGrads(ctx.params)
+        grad_hidden = _backward(ctx.lean, ctx.call, ctx.kept, grads[0], sums)
+        return grad_hidden if ctx.needs_input_grad[0] else None, None, None, *sums.totals()
+
+
+def _tiles(seq_local: int, tile: int) -> list[slice]:
+    return [slice(start, min(start + tile, seq_local)) for start in range(0, seq_local, tile)]
+
+
+def _first_half(lean: Lean, call: Call, hidden: Tensor, part: slice) -> QkvReady:
+    """Norm, projections and rotary of one tile; q [rows, heads, tile, dim], k and v with kv_heads.
+
+    hidden: the tile itself, [rows, tile, hidden].
+    """
+    normed = getattr(lean.block, lean.names.input_norm)(hidden)
+    positions = (call.cos[:, part], call.sin[:, part])
+    try:
+        lean.attention(
+            hidden_states=normed, position_embeddings=positions, cu_seq_lens_q=call.cu_seqlens, **call.others
+        )
+    except QkvReady as ready:
+        # Its traceback would keep the tile's tensors alive.
+        return ready.with_traceback(None)
+    raise AssertionError("the attention module did not call its attention function")
+
+
+def _second_half(lean: Lean, hidden: Tensor, mixed: Tensor) -> Tensor:
+    """Output projection to block output of one tile. hidden [rows, tile, hidden], mixed [rows, tile, heads * dim]."""
+    hidden = hidden + getattr(lean.attention, lean.names.out_proj)(mixed)
+    return hidden + getattr(lean.block, lean.names.mlp)(getattr(lean.block, lean.names.post_norm)(hidden))
+
+
+def _heads_of_rows(lean: Lean, call: Call, hidden: Tensor) -> Rows:
+    """q, k and v of all tiles, in one exchange."""
+    settings, buffer, plan, ready = lean.settings, None, None, None
+    for part in _tiles(hidden.shape[1], lean.tile):
+        ready = _first_half(lean, call, hidden[:, part], part)
+        rows, num_q, _, dim = ready.query.shape
+        if buffer is None or plan is None:
+            plan = plan_heads(num_q, ready.key.shape[1], settings.sp, settings.sp_rank)
+            heads_local = plan.num_q_local + 2 * plan.num_kv_local
+            buffer = ready.query.new_empty(settings.sp, rows, hidden.shape[1], heads_local, dim)
+        put_heads(buffer, part, 0, ready.query)
+        put_heads(buffer, part, plan.num_q_local, ready.key, plan.kv_index)
+        put_heads(buffer, part, plan.num_q_local + plan.num_kv_local, ready.value, plan.kv_index)
+    assert buffer is not None and plan is not None and ready is not None
+    whole = whole_rows(exchange(buffer, settings.sp_group))
+    query, key, value = whole.split([plan.num_q_local, plan.num_kv_local, plan.num_kv_local], dim=1)
+    kernel = make_kernel(settings.backend, call.cu_seqlens, query, ready.how)
+    return Rows(query, key, value, plan, ready.key.shape[1], kernel)
+
+
+def _groups(at: Rows, size: int) -> list[tuple[slice | list[int], slice]]:
+    """(query heads, key/value heads) of each attention call. Query heads of one key/value head are never parted."""
+    num_q, num_kv = at.query.shape[1], at.key.shape[1]
+    if at.plan.q_to_kv is not None:  # uneven: one key/value head a call
+        return [
+            ([head for head, place in enumerate(at.plan.q_to_kv) if place == kv], slice(kv, kv + 1))
+            for kv in sorted(set(at.plan.q_to_kv))
+        ]
+    size, group = size or num_kv, num_q // num_kv
+    bounds = [(kv, min(kv + size, num_kv)) for kv in range(0, num_kv, size)]
+    return [(slice(first * group, last * group), slice(first, last)) for first, last in bounds]
+
+
+def _forward(lean: Lean, call: Call, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(block output, attention output [rows, seq_local, heads * dim], log-sum-exp [rows, heads_local, seq])."""
+    at = _heads_of_rows(lean, call, hidden)
+    rows, num_q, seq, dim = at.query.shape
+    out = at.query.new_empty(rows, seq, num_q, dim).transpose(1, 2)
+    lse: Tensor | None = None
+    for heads, kv in _groups(at, lean.attention_groups):
+        out[:, heads], found = at.kernel.forward(at.query[:, heads], at.key[:, kv], at.value[:, kv])
+        if found is not None:
+            lse = found.new_empty(rows, num_q, seq) if lse is None else lse
+            lse[:, heads] = found
+    del at
+    mixed = exchange(row_slices(out, lean.settings.sp), lean.settings.sp_group)
+    mixed = mixed.permute(1, 2, 0, 3, 4).reshape(rows, hidden.shape[1], -1)
+    del out
+    output = torch.empty_like(hidden)
+    for part in _tiles(hidden.shape[1], lean.tile):
+        output[:, part] = _second_half(lean, hidden[:, part], mixed[:, part])
+    return output, mixed, lse
+
+
+def _backward(lean: Lean, call: Call, kept: Kept, grad: Tensor, sums: ParamGrads) -> Tensor:
+    """Gradient of the block's input, [rows, seq_local, hidden]; parameter gradients go to `sums`."""
+    hidden, mixed, *rest = kept.take()
+    parts = _tiles(hidden.shape[1], lean.tile)
+    grad_hidden, grad_mixed = torch.empty_like(hidden), torch.empty_like(mixed)
+    for part in parts:
+        with torch.enable_grad():
+            inputs = [hidden[:, part].detach().requires_grad_(), mixed[:, part].detach().requires_grad_()]
+            found = sums.backward([_second_half(lean, *inputs)], inputs, [grad[:, part]])
+        grad_hidden[:, part], grad_mixed[:, part] = found
+    at = _heads_of_rows(lean, call, hidden)
+    grads = _attention_backward(lean, at, mixed, grad_mixed, rest[0] if rest else None)
+    plan, num_kv = at.plan, at.num_kv
+    del at, mixed, grad_mixed
+    num_q, both = plan.num_q_local, plan.num_q_local + plan.num_kv_local
+    for part in parts:
+        tile_grads = [
+            take_heads(grads, part, 0, num_q, None, lean.settings.sp * num_q),
+            take_heads(grads, part, num_q, plan.num_kv_local, plan.kv_index, num_kv),
+            take_heads(grads, part, both, plan.num_kv_local, plan.kv_index, num_kv),
+        ]
+        with torch.enable_grad():
+            tile = hidden[:, part].detach().requires_grad_()
+            ready = _first_half(lean, call, tile, part)
+            (found,) = sums.backward([ready.query, ready.key, ready.value], [tile], tile_grads)
+        grad_hidden[:, part] += found
+    return grad_hidden
+
+
+def _attention_backward(
+    lean: Lean, at: Rows, mixed: Tensor, grad_mixed: Tensor, lse: Tensor | None
+) -> Tensor:
+    """From the attention output and its gradient, [rows, seq_local, heads * dim], to the gradients of q, k and v as they
+    come back from the ranks of their heads, [sp, rows, seq_local, heads_local of all three, dim]."""
+    sp, group = lean.settings.sp, lean.settings.sp_group
+    (rows, num_q, _, dim), seq_local, num_kv = at.query.shape, mixed.shape[1], at.key.shape[1]
+    # The output and its gradient travel together.
+    pair = torch.stack([mixed, grad_mixed]).view(2, rows, seq_local, sp, num_q, dim)
+    pair = pair.permute(3, 1, 2, 0, 4, 5).reshape(sp, rows, seq_local, 2 * num_q, dim)
+    out, grad_out = whole_rows(exchange(pair, group)).split(num_q, dim=1)
+    del pair
+    # Zeros, since a key/value head sent here only to even out the exchange is in no group.
+    whole = at.query.new_zeros(rows, sp * seq_local, num_q + 2 * num_kv, dim).transpose(1, 2)
+    grad_q, grad_k, grad_v = whole.split([num_q, num_kv, num_kv], dim=1)
+    for heads, kv in _groups(at, lean.attention_groups):
+        grad_q[:, heads], grad_k[:, kv], grad_v[:, kv] = at.kernel.backward(
+            grad_out[:, heads],
+            at.query[:, heads],
+            at.key[:, kv],
+            at.value[:, kv],
+            out[:, heads],
+            None if lse is None else lse[:, heads],
+        )
+    return exchange(row_slices(whole, sp), group)
