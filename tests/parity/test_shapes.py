@@ -32,6 +32,12 @@ def rows_of(lengths: list[int], seed: int) -> list[Row]:
     return [Row([torch.randint(0, 64, (n,), generator=generator).tolist()], [[True] * n]) for n in lengths]
 
 
+def lean(tile: int, groups: int) -> MemoryConfig:
+    return MemoryConfig(
+        lean=True, tiled_loss=True, loss_tile=tile, mlp_tile=tile, attention_groups=groups, offload=True
+    )
+
+
 def levers(tile: int) -> MemoryConfig:
     return MemoryConfig(
         tiled_loss=True, loss_tile=tile, tiled_mlp=True, mlp_tile=tile, checkpointing="full", offload=True
@@ -73,6 +79,7 @@ def runs(folders, families):
         for layout in ("dp2", "sp2"):
             cfg = config_of(ParityCase(layout, 3, 1, "all", False, "packed"), folder)
             table[f"{name} {layout}"] = (cfg, make_steps("packed")[:2], [0.1] * 2)
+            table[f"lean {name} {layout}"] = (replace(cfg, memory=lean(4, 0)), *table[f"{name} {layout}"][1:])
     for stage in (1, 2, 3):
         cfg = config_of(ParityCase("sp2", stage, 1, "all", False, "packed"), folders[False], precision="bf16")
         table[f"bf16 {stage}"] = (cfg, make_steps("packed")[:5], [0.1] * 5)
@@ -82,19 +89,22 @@ def runs(folders, families):
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("layout", ["dp2", "sp2"])
-def test_short_rows_and_ranks_of_different_lengths(runs, folders, stage, tile, layout):
+@pytest.mark.parametrize("layer", ["", "lean "])
+def test_short_rows_and_ranks_of_different_lengths(runs, folders, stage, tile, layout, layer):
     steps = [rows_of(list(LENGTHS), 1), rows_of([16, 2], 2)]
     want = reference.train(reference.load(folders[False]), steps, [0.1] * 2)
-    got = runs[f"{stage} {tile} {layout}"][1:]
+    got = runs[f"{layer}{stage} {tile} {layout}"][1:]
     assert [step.loss for step in got] == pytest.approx(want.losses, rel=1e-6)
     assert [step.result.grad_norm for step in got] == pytest.approx(want.norms, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("layout", ["dp2", "sp2"])
-def test_model_families(runs, families, name, layout):
+@pytest.mark.parametrize("layer", ["", "lean "])
+def test_model_families(runs, families, name, layout, layer):
+    """gemma2 has a norm behind its MLP, so its lean run is the generic levers."""
     want = reference.train(reference.load(families[name]), make_steps("packed")[:2], [0.1] * 2)
-    got = runs[f"{name} {layout}"][1:]
+    got = runs[f"{layer}{name} {layout}"][1:]
     assert [step.loss for step in got] == pytest.approx(want.losses, rel=2e-6)
     assert [step.result.grad_norm for step in got] == pytest.approx(want.norms, rel=2e-5)
 
@@ -105,3 +115,21 @@ def test_bf16_follows_fp32_at_every_stage(runs, folders):
         got = runs[f"bf16 {stage}"][1:]
         assert [step.loss for step in got] == pytest.approx(want.losses, rel=1e-2), stage
         assert [step.result.grad_norm for step in got] == pytest.approx(want.norms, rel=5e-2), stage
+
+
+@pytest.mark.parametrize("layer", ["all", "lean"])
+def test_query_heads_that_straddle_key_value_heads(tmp_path, layer):
+    """6 query and 2 key/value heads on 3 ranks: the middle rank reads both, the others one."""
+    torch.manual_seed(5)
+    shape = SHAPE | dict(num_attention_heads=6, num_key_value_heads=2)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **shape)).save_pretrained(tmp_path)
+    cfg = config_of(ParityCase("1", 3, 1, "all", False, "packed"), str(tmp_path))
+    cfg = replace(
+        cfg, parallel=replace(cfg.parallel, sp=3), memory=levers(4) if layer == "all" else lean(4, 1)
+    )
+    got = run_ranks(
+        steps_side.run_steps, 3, cfg, make_steps("packed")[:2], [0.1] * 2, timeout_s=120, init=False
+    )
+    want = reference.train(reference.load(str(tmp_path)), make_steps("packed")[:2], [0.1] * 2)
+    assert [step.loss for step in got[0][1:]] == pytest.approx(want.losses, rel=1e-6)
+    assert [step.result.grad_norm for step in got[0][1:]] == pytest.approx(want.norms, rel=1e-5)

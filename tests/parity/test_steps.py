@@ -129,7 +129,7 @@ def test_a_layer_applied_twice(folders):
     }
     for name, outcome in run_cases(2, cases, timeout_s=200, init=False).items():
         if name.startswith("3") and name.endswith("all"):
-            with pytest.raises(ModelError, match="memory.tiled_mlp=false"):
+            with pytest.raises(ModelError, match=r"memory\.tiled_mlp=false"):
                 outcome.get()
             continue
         got = outcome.get()[0]
