@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import struct
 from collections.abc import Iterator
@@ -33,8 +34,7 @@ def offline_runs(run_folder: Path) -> list[tuple[str, list[dict[str, Any]]]]:
 
 
 def _records(data: bytes) -> Iterator[Any]:
-    from wandb.proto import wandb_internal_pb2
-
+    protocol: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
     place, parts = FILE_HEADER, b""
     while place + RECORD_HEADER <= len(data):
         left = BLOCK - place % BLOCK
@@ -46,7 +46,7 @@ def _records(data: bytes) -> Iterator[Any]:
         parts += data[place : place + length]
         place += length
         if kind in (1, 4):
-            record = wandb_internal_pb2.Record()
+            record = protocol.Record()
             record.ParseFromString(parts)
             parts = b""
             yield record

@@ -83,8 +83,8 @@ def _text(cfg: RunConfig) -> Iterator[Fault]:
 
 
 def _memory(cfg: RunConfig) -> Iterator[Fault]:
-    if cfg.memory.offload and cfg.memory.checkpointing != "full":
-        want = "false without checkpointing: it is the checkpointed states that are offloaded"
+    if cfg.memory.offload and cfg.memory.checkpointing != "full" and not cfg.memory.lean:
+        want = "false without checkpointing or lean layers: it is what they keep that is offloaded"
         fix = "memory.checkpointing=full, or memory.offload=false"
         yield Fault("memory.offload", True, want, fix)
 

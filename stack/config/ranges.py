@@ -54,6 +54,7 @@ RANGES: dict[str, tuple[Range, object]] = {
     "method.label_smoothing": (BELOW_ONE, 0.1),
     "method.z_loss": (NOT_NEGATIVE, 0.0001),
     "parallel.sp": (POSITIVE, 1),
+    "memory.attention_groups": (NOT_NEGATIVE, 0),
     "memory.loss_tile": (POSITIVE, 4096),
     "memory.mlp_tile": (POSITIVE, 32768),
     "engine.accumulation": (POSITIVE, 1),

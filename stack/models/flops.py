@@ -58,15 +58,19 @@ def model_flops(spec: ModelSpec, document_lengths: Sequence[int]) -> int:
 
 
 def hardware_flops(
-    spec: ModelSpec, document_lengths: Sequence[int], *, checkpointing: bool, tiled_mlp: bool
+    spec: ModelSpec, document_lengths: Sequence[int], *, checkpointing: bool, tiled_mlp: bool, lean: bool = False
 ) -> int:
     """FLOPs that are executed: the numerator of HFU.
 
     checkpointing: each layer's forward runs twice. tiled_mlp: each MLP's forward runs twice; with checkpointing, too,
     it is twice and not three times, since the layer's recomputation stops before the MLP (see ops/tiled_mlp.py). The
-    tiled loss recomputes nothing: a tile's logits become gradients at once (see ops/tiled_loss.py).
+    tiled loss recomputes nothing: a tile's logits become gradients at once (see ops/tiled_loss.py). lean: MLP and output
+    projection run forward twice, q, k and v three times, attention once (see parallel/lean.py).
     """
     forward = forward_flops(spec, document_lengths)
+    if lean:
+        out = 2 * sum(document_lengths) * spec.num_layers * spec.num_heads * spec.head_dim * spec.hidden
+        return 3 * forward.total + forward.mlp + 2 * forward.projections - out
     again = forward.layers if checkpointing else forward.mlp if tiled_mlp else 0
     return 3 * forward.total + again
 

@@ -45,22 +45,20 @@ class RunFolder:
         return self.path / "hf"
 
 
-def take_folder(path: Path, cfg: RunConfig, tell: Callable[[str], None]) -> tuple[RunFolder, IO[str]]:
-    """Make the folder if need be, lock it for this job, and write `config.yaml`. For rank 0 alone.
+def take_folder(path: Path, tell: Callable[[str], None]) -> tuple[RunFolder, IO[str]]:
+    """Make the folder if need be, and lock it for this job. For rank 0 alone.
 
     Returns the folder and the open lock; the lock ends with the process, however that ends. Raises LaunchError if
     another job holds it or the folder cannot be written.
     """
-    folder = RunFolder(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = _lock(path / "lock", tell)
-        _write_config(folder, cfg, tell)
     except OSError as error:
         raise LaunchError(
             f"the run folder {path} cannot be used: {error}. Fix: set `out` to a folder you can write"
         ) from error
-    return folder, lock
+    return RunFolder(path), lock
 
 
 def _lock(path: Path, tell: Callable[[str], None]) -> IO[str]:
@@ -82,7 +80,9 @@ def _lock(path: Path, tell: Callable[[str], None]) -> IO[str]:
     return file
 
 
-def _write_config(folder: RunFolder, cfg: RunConfig, tell: Callable[[str], None]) -> None:
+def write_config(folder: RunFolder, cfg: RunConfig, tell: Callable[[str], None]) -> None:
+    """Save the settings of this start, and tell which differ from the last one's. For rank 0 alone, once nothing can
+    refuse them any more."""
     new = asdict(cfg)
     if folder.config.exists():
         old = yaml.safe_load(folder.config.read_text(encoding="utf-8")) or {}

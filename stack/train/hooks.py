@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from stack.checkpoint.state import TrainState
+from stack.train.metrics import plain
 
 Record = dict[str, Any]
 
@@ -23,7 +24,7 @@ class Hook(Protocol):
         ...
 
     def close(self) -> None:
-        """Called once, when the run ends well or with an error."""
+        """Called once, after the last step; not if the run ends with an error."""
         ...
 
 
@@ -36,7 +37,7 @@ class EvaluationHook:
     def after_step(self, state: TrainState, record: Record) -> None:
         due = self._every > 0 and state.step % self._every == 0
         if due or state.step == self._total_steps:
-            record.update(self._evaluate())
+            record.update(plain(self._evaluate()))
 
     def close(self) -> None:
         pass

@@ -15,7 +15,7 @@ from stack.dist.topology import Topology
 from stack.errors import NonFiniteError
 from stack.parallel.shard_batch import shard_batch
 from stack.train.hooks import Hook
-from stack.train.metrics import Flops, Meter, Step, Stopwatch, count_step
+from stack.train.metrics import FlopCounter, Meter, Step, Stopwatch, count_step
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Job:
     rows_per_step: int
     """Rows of a full step over all ranks; a step with fewer is counted as small."""
     max_nonfinite_steps: int
-    flops: Flops | None = None
+    flops: FlopCounter | None = None
 
 
 class Loader(Protocol):

@@ -24,11 +24,11 @@ from stack.dist.topology import Topology
 
 GIB = 1024**3
 
-# Dense bf16 TFLOPS without sparsity, from the vendors' data sheets. The first name found in the device's name counts.
+# Dense bf16 TFLOPS without sparsity, from the vendors' data sheets. The first entry whose words are all in the device's
+# name counts.
 PEAK_TFLOPS = {
     "GB200": 2500.0,
     "B200": 2250.0,
-    "B100": 1750.0,
     "GH200": 989.4,
     "H200": 989.4,
     "H100 PCIe": 756.0,
@@ -38,7 +38,9 @@ PEAK_TFLOPS = {
     "A100": 312.0,
     "A800": 312.0,
     "L40S": 362.0,
+    "L40": 181.0,
     "L4": 121.0,
+    "A10G": 70.0,
     "A10": 125.0,
     "MI300X": 1307.4,
 }
@@ -48,12 +50,12 @@ def device_peak_tflops(device: torch.device, given: float | None) -> float | Non
     """`site.peak_tflops`, or the peak of a known device, or None: then no MFU is shown."""
     if given is not None or device.type != "cuda":
         return given
-    name = torch.cuda.get_device_name(device)
-    return next((peak for known, peak in PEAK_TFLOPS.items() if known in name), None)
+    words = set(torch.cuda.get_device_name(device).replace("-", " ").split())
+    return next((peak for name, peak in PEAK_TFLOPS.items() if words.issuperset(name.split())), None)
 
 
 @dataclass
-class Flops:
+class FlopCounter:
     """How many floating-point operations a micro-batch takes, for its document lengths."""
 
     model: Callable[[list[int]], float]
@@ -119,10 +121,10 @@ def memory_gib(device: torch.device) -> dict[str, float]:
 
 @dataclass
 class Meter:
-    """Turns a step into the record that hooks get: plain numbers, NaN and inf as None so that every reader takes it."""
+    """Turns a step into the record that hooks get: see `plain`."""
 
     topology: Topology
-    flops: Flops | None
+    flops: FlopCounter | None
 
     def record(self, state: TrainState, step: Step) -> dict[str, Any]:
         """One flat dict; `step` counts finished steps, so the first is 1."""
@@ -154,15 +156,19 @@ class Meter:
             peak = self.flops.peak_tflops * 1e12 * self.topology.world * seconds
             numbers["mfu"] = counts.model_flops / peak
             numbers["hfu"] = counts.hardware_flops / peak
-        return {name: _plain(value) for name, value in numbers.items()}
+        return plain(numbers)
 
 
-def _plain(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def plain(numbers: dict[str, Any]) -> dict[str, Any]:
+    """NaN and inf as None: JSON has no word for them, and W&B and plots leave a gap."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in numbers.items()
+    }
 
 
 def count_step(
-    method: Any, micro_batches: Sequence[MicroBatch], topology: Topology, flops: Flops | None = None
+    method: Any, micro_batches: Sequence[MicroBatch], topology: Topology, flops: FlopCounter | None = None
 ) -> StepCounts:
     """Collective: what all ranks read in this step. The ranks of a sequence-parallel group hold the same rows."""
     own = micro_batches if topology.sp_rank == 0 else ()

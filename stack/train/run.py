@@ -29,7 +29,7 @@ from stack.data.prepare import ensure_store
 from stack.data.store import TokenStore
 from stack.data.tokenizer import load_tokenizer
 from stack.dist.agree import on_main, on_main_slowly
-from stack.dist.env import RankEnv, read_rank_env
+from stack.dist.env import read_rank_env
 from stack.dist.failure import guard
 from stack.dist.topology import Topology, init_topology
 from stack.engine.ds_config import build_ds_config
@@ -42,11 +42,11 @@ from stack.models.hub import fetch
 from stack.patches import apply_patches
 from stack.train.console import ConsoleHook, format_duration
 from stack.train.evaluate import evaluate
-from stack.train.folder import RunFolder, take_folder
+from stack.train.folder import RunFolder, take_folder, write_config
 from stack.train.hooks import CheckpointHook, EvaluationHook, Hook
 from stack.train.journal import JournalHook, read_journal
 from stack.train.loop import Job, train
-from stack.train.metrics import Flops, Meter, device_peak_tflops
+from stack.train.metrics import FlopCounter, Meter, device_peak_tflops
 from stack.train.report import draw_curve, summarize
 from stack.train.wandb import WandbHook, wandb_mode
 
@@ -64,18 +64,25 @@ def run(cfg: RunConfig) -> None:
         raise ConfigError(faults)
     ds_config = build_ds_config(cfg, env.world)
     with guard(env):
-        run_ranks(cfg, env, device, ds_config)
+        topology = init_topology(env, cfg.parallel.sp, device, cfg.engine.timeout_s)
+        try:
+            run_ranks(cfg, topology, ds_config)
+        except BaseException:
+            # With more ranks the guard ends them all at once, and closing would wait for them.
+            if topology.world == 1:
+                topology.close()
+            raise
+        topology.close()
 
 
-def run_ranks(cfg: RunConfig, env: RankEnv, device: str, ds_config: dict[str, Any]) -> None:
-    """What all ranks do together. An error ends them all at once, see `failure.guard`: nothing is tidied up then."""
+def run_ranks(cfg: RunConfig, topology: Topology, ds_config: dict[str, Any]) -> None:
+    """What all ranks do together."""
     # DeepSpeed takes its device when it is imported, so not before `choose_device`.
     from stack.engine.build import build_engine
     from stack.engine.zero_init import join_deepspeed, zero3_partitioner
     from stack.parallel.apply import apply_parallelism
 
     quiet_libraries()
-    topology = init_topology(env, cfg.parallel.sp, device, cfg.engine.timeout_s)
     folder, lock = open_folder(cfg, topology)
     layout = make_layout(cfg, topology)
     checkpoint = look_for_checkpoint(cfg, folder, layout, topology)
@@ -89,13 +96,20 @@ def run_ranks(cfg: RunConfig, env: RankEnv, device: str, ds_config: dict[str, An
     join_deepspeed(topology)
     partition = zero3_partitioner(ds_config, DTYPES[cfg.engine.precision]) if cfg.engine.stage == 3 else None
     built = fill_model(blank, partition)
-    apply_parallelism(built.model, built.spec, cfg.memory, cfg.model.attention, cfg.engine.stage, topology)
+    remarks = apply_parallelism(
+        built.model, built.spec, cfg.memory, cfg.model.attention, cfg.engine.stage, topology
+    )
+    if topology.is_main:
+        for remark in remarks:
+            tell(remark)
     engine = build_engine(built.model, cfg.optim, topology, ds_config)
     layout["model"] = model_fingerprint(built.model)
     state = TrainState()
     if checkpoint is not None:
         state = resume(checkpoint, layout, total_steps, engine, loader, folder, topology)
     check_positions(built)
+    if topology.is_main:
+        write_config(folder, cfg, tell)
 
     job = make_job(cfg, engine, loader, built, total_steps, topology)
     saver = Saver(folder.checkpoints, topology, layout, total_steps, cfg.checkpoint.keep, tell)
@@ -105,7 +119,6 @@ def run_ranks(cfg: RunConfig, env: RankEnv, device: str, ds_config: dict[str, An
         hook.close()
     finish(cfg, engine, built, store, folder, total_steps, topology)
     engine.close()
-    topology.close()
     if lock is not None:
         lock.close()
 
@@ -116,7 +129,7 @@ def tell(text: str) -> None:
 
 
 def choose_device(cfg: RunConfig) -> str:
-    """ "cuda" or "cpu", and DeepSpeed told of it before it is imported: it would choose by itself otherwise."""
+    """`cuda` or `cpu`; DeepSpeed is told of it before it is imported, since it would choose by itself otherwise."""
     device = cfg.site.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -137,7 +150,7 @@ def open_folder(cfg: RunConfig, topology: Topology) -> tuple[RunFolder, IO[str] 
     folder: RunFolder | None = None
     if topology.is_main:
         path = derive.run_folder(cfg).expanduser().resolve()
-        folder, lock = take_folder(path, cfg, tell)
+        folder, lock = take_folder(path, tell)
         tell(f"run folder: {folder.path}")
     return topology.broadcast_object(folder), lock
 
@@ -150,6 +163,7 @@ def make_layout(cfg: RunConfig, topology: Topology) -> dict[str, Any]:
         "stage": cfg.engine.stage,
         "precision": cfg.engine.precision,
         "optimizer": cfg.optim.name,
+        "rows_per_step": derive.rows_per_step(cfg, topology.world),
     }
 
 
@@ -277,7 +291,7 @@ def make_job(
         lr_at=lambda step: cfg.optim.lr * factor(step),
         rows_per_step=loader.rows_per_step,
         max_nonfinite_steps=cfg.engine.max_nonfinite_steps,
-        flops=None if peak is None else Flops(partial(model_flops, built.spec), hardware, peak),
+        flops=None if peak is None else FlopCounter(partial(model_flops, built.spec), hardware, peak),
     )
 
 

@@ -51,7 +51,7 @@ def main(way: str) -> None:
         dist.destroy_process_group()
         if way == "late":
             raise ValueError("something unforeseen")
-    print(f"rank {env.rank} left", flush=True)
+    sys.stdout.write(f"rank {env.rank} left\n")  # print would write the end of the line apart
 
 
 if __name__ == "__main__":

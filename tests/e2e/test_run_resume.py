@@ -17,6 +17,8 @@ import yaml
 from tests.launchers import Ended, launch
 from tests.wandb_files import offline_runs
 
+pytestmark = pytest.mark.timeout(900)  # six starts, which the first test waits for
+
 SCRIPT = str(Path(__file__).parent / "train_with_faults.py")
 STEPS = 9
 OVERRIDES = [
@@ -207,7 +209,8 @@ def test_console_shows_progress_and_says_where_everything_is(runs: Runs) -> None
 def test_exported_model_loads_and_gives_the_evaluated_loss_of_its_own_tokenizer(runs: Runs) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model, info = AutoModelForCausalLM.from_pretrained(runs.path("a") / "hf", output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(runs.path("a") / "hf", output_loading_info=True)
+    model, info = loaded
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     tokenizer = AutoTokenizer.from_pretrained(runs.path("a") / "hf")
     ids = tokenizer((runs.folder / "texts" / "00.txt").read_text(), return_tensors="pt").input_ids

@@ -38,7 +38,7 @@ def with_faults(train_step: Any) -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
         plain = Engine.forward_backward
         if last and FAULTS.get("nan") == state.step + 1:
-            Engine.forward_backward = lambda engine, method, *rest: plain(engine, NanMethod(method), *rest)  # type: ignore
+            Engine.forward_backward = lambda engine, method, *rest: plain(engine, NanMethod(method), *rest)  # type: ignore[method-assign]
         try:
             return train_step(job, state)
         finally:

@@ -62,7 +62,7 @@ def families(tmp_path_factory) -> dict[str, str]:
 def runs(folders, families):
     """All runs of this file on one start of two ranks."""
     table: dict[str, tuple] = {}
-    for stage in (0, 2, 3):
+    for stage in (2, 3):
         for tile in TILES:
             for layout in ("dp2", "sp2"):
                 cfg = replace(
@@ -70,9 +70,11 @@ def runs(folders, families):
                     memory=levers(tile),
                 )
                 # Neighbours in this list go to different data-parallel ranks: their tile counts differ.
-                table[f"{stage} {tile} {layout}"] = (
-                    cfg,
-                    [rows_of(list(LENGTHS), 1), rows_of([16, 2], 2)],
+                steps = [rows_of(list(LENGTHS), 1), rows_of([16, 2], 2)]
+                table[f"{stage} {tile} {layout}"] = (cfg, steps, [0.1] * 2)
+                table[f"lean {stage} {tile} {layout}"] = (
+                    replace(cfg, memory=lean(tile, 1)),
+                    steps,
                     [0.1] * 2,
                 )
     for name, folder in families.items():
@@ -86,7 +88,7 @@ def runs(folders, families):
     return run_ranks(steps_side.many, 2, table, timeout_s=590, init=False)[0]
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("layout", ["dp2", "sp2"])
 @pytest.mark.parametrize("layer", ["", "lean "])

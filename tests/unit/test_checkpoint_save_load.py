@@ -120,14 +120,14 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-BREAKS: dict[str, Callable[[Path], None]] = {
+BREAKS: dict[str, Callable[[Path], object]] = {
     "truncated shard": lambda path: truncate(path / "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
     "missing shard": lambda path: (path / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink(),
     "missing random state": lambda path: (path / "rng_rank_00000.pt").unlink(),
     "no manifest": lambda path: (path / "manifest.json").unlink(),
     "truncated manifest": lambda path: truncate(path / "manifest.json"),
     "foreign manifest": lambda path: (path / "manifest.json").write_text("{}"),
-    "emptied": lambda path: (shutil.rmtree(path), path.mkdir())[1],
+    "emptied": lambda path: (shutil.rmtree(path), path.mkdir()),
 }
 
 

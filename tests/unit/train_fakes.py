@@ -157,7 +157,7 @@ class FakeEngine:
             reason = "nonfinite" if self.loss_scale is None else "loss-scale"
             return StepResult(math.inf, True, reason, self.loss_scale)
         self.weight = self.weight - lr * gradient
-        return StepResult(abs(gradient), 0.5 < abs(gradient), None, self.loss_scale)
+        return StepResult(abs(gradient), abs(gradient) > 0.5, None, self.loss_scale)
 
     def evaluate(self, method: Any, batch: MicroBatch) -> Tensor:
         return self._losses(batch)[0].float()
