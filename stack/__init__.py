@@ -2,7 +2,7 @@
 
 The folders in import order; each may import those below it, not its neighbour on the same line:
 
-    train                        one run: composition, the step, hooks, console, W&B
+    train, bench                 one run: composition, the step, hooks, console, W&B; presets measured side by side
     checkpoint                   training state on disk, export to Hugging Face format
     engine                       everything DeepSpeed; the one place that scales a loss
     parallel, methods            what makes a plain model parallel; what is learned from a batch

@@ -61,12 +61,18 @@ class Call:
     sin: Tensor
     cu_seqlens: Tensor
     others: dict[str, Any]
+    num_heads: int = 0
+    """Query heads of the model, known once the first tile has run."""
 
 
 @dataclass
 class Rows:
-    """Whole rows of this rank's heads, [rows, heads_local, seq, dim], and the way back. num_kv: of the model."""
+    """Whole rows of this rank's heads, [rows, heads_local, seq, dim], and the way back.
 
+    query, key and value are parts of `whole`. num_kv: of the model.
+    """
+
+    whole: Tensor
     query: Tensor
     key: Tensor
     value: Tensor
@@ -179,8 +185,9 @@ def _heads_of_rows(lean: Lean, call: Call, hidden: Tensor) -> Rows:
     assert buffer is not None and plan is not None and ready is not None
     whole = whole_rows(exchange(buffer, settings.sp_group))
     query, key, value = whole.split([plan.num_q_local, plan.num_kv_local, plan.num_kv_local], dim=1)
+    call.num_heads = ready.query.shape[1]
     kernel = make_kernel(settings.backend, call.cu_seqlens, query, ready.how)
-    return Rows(query, key, value, plan, ready.key.shape[1], kernel)
+    return Rows(whole, query, key, value, plan, ready.key.shape[1], kernel)
 
 
 def _groups(at: Rows, size: int) -> list[tuple[slice | list[int], slice]]:
@@ -220,21 +227,30 @@ def _forward(lean: Lean, call: Call, hidden: Tensor) -> tuple[Tensor, Tensor, Te
 def _backward(lean: Lean, call: Call, kept: Kept, grad: Tensor, sums: ParamGrads) -> Tensor:
     """Gradient of the block's input, [rows, seq_local, hidden]; parameter gradients go to `sums`."""
     hidden, mixed, *rest = kept.take()
-    parts = _tiles(hidden.shape[1], lean.tile)
-    grad_hidden, grad_mixed = torch.empty_like(hidden), torch.empty_like(mixed)
+    sp, num_heads = lean.settings.sp, call.num_heads
+    (rows, seq_local), num_q, dim = hidden.shape[:2], num_heads // sp, mixed.shape[-1] // num_heads
+    parts = _tiles(seq_local, lean.tile)
+    grad_hidden = torch.empty_like(hidden)
+    # The attention output and its gradient go to the ranks of their heads together.
+    pair = mixed.new_empty(sp, rows, seq_local, 2 * num_q, dim)
+    put_heads(pair, slice(None), 0, mixed.view(rows, seq_local, num_heads, dim).transpose(1, 2))
     for part in parts:
         with torch.enable_grad():
             inputs = [hidden[:, part].detach().requires_grad_(), mixed[:, part].detach().requires_grad_()]
             found = sums.backward([_second_half(lean, *inputs)], inputs, [grad[:, part]])
-        grad_hidden[:, part], grad_mixed[:, part] = found
+        grad_hidden[:, part] = found[0]
+        put_heads(pair, part, num_q, found[1].view(rows, -1, num_heads, dim).transpose(1, 2))
+    del mixed, inputs, found
+    pair = whole_rows(exchange(pair, lean.settings.sp_group))
     at = _heads_of_rows(lean, call, hidden)
-    grads = _attention_backward(lean, at, mixed, grad_mixed, rest[0] if rest else None)
-    plan, num_kv = at.plan, at.num_kv
-    del at, mixed, grad_mixed
-    num_q, both = plan.num_q_local, plan.num_q_local + plan.num_kv_local
+    _attention_backward(lean, at, pair, rest[0] if rest else None)
+    del pair
+    grads = exchange(row_slices(at.whole, sp), lean.settings.sp_group)
+    plan, num_kv, both = at.plan, at.num_kv, num_q + at.plan.num_kv_local
+    del at
     for part in parts:
         tile_grads = [
-            take_heads(grads, part, 0, num_q, None, lean.settings.sp * num_q),
+            take_heads(grads, part, 0, num_q, None, num_heads),
             take_heads(grads, part, num_q, plan.num_kv_local, plan.kv_index, num_kv),
             take_heads(grads, part, both, plan.num_kv_local, plan.kv_index, num_kv),
         ]
@@ -246,23 +262,15 @@ def _backward(lean: Lean, call: Call, kept: Kept, grad: Tensor, sums: ParamGrads
     return grad_hidden
 
 
-def _attention_backward(
-    lean: Lean, at: Rows, mixed: Tensor, grad_mixed: Tensor, lse: Tensor | None
-) -> Tensor:
-    """From the attention output and its gradient, [rows, seq_local, heads * dim], to the gradients of q, k and v as they
-    come back from the ranks of their heads, [sp, rows, seq_local, heads_local of all three, dim]."""
-    sp, group = lean.settings.sp, lean.settings.sp_group
-    (rows, num_q, _, dim), seq_local, num_kv = at.query.shape, mixed.shape[1], at.key.shape[1]
-    # The output and its gradient travel together.
-    pair = torch.stack([mixed, grad_mixed]).view(2, rows, seq_local, sp, num_q, dim)
-    pair = pair.permute(3, 1, 2, 0, 4, 5).reshape(sp, rows, seq_local, 2 * num_q, dim)
-    out, grad_out = whole_rows(exchange(pair, group)).split(num_q, dim=1)
-    del pair
-    # Zeros, since a key/value head sent here only to even out the exchange is in no group.
-    whole = at.query.new_zeros(rows, sp * seq_local, num_q + 2 * num_kv, dim).transpose(1, 2)
-    grad_q, grad_k, grad_v = whole.split([num_q, num_kv, num_kv], dim=1)
-    for heads, kv in _groups(at, lean.attention_groups):
-        grad_q[:, heads], grad_k[:, kv], grad_v[:, kv] = at.kernel.backward(
+def _attention_backward(lean: Lean, at: Rows, pair: Tensor, lse: Tensor | None) -> None:
+    """Write the gradients of q, k and v over q, k and v: a group's are not needed once it is done.
+
+    pair: attention output and its gradient, [rows, 2 * heads_local, seq, dim].
+    """
+    out, grad_out = pair.chunk(2, dim=1)
+    groups = _groups(at, lean.attention_groups)
+    for heads, kv in groups:
+        at.query[:, heads], at.key[:, kv], at.value[:, kv] = at.kernel.backward(
             grad_out[:, heads],
             at.query[:, heads],
             at.key[:, kv],
@@ -270,4 +278,6 @@ def _attention_backward(
             out[:, heads],
             None if lse is None else lse[:, heads],
         )
-    return exchange(row_slices(whole, sp), group)
+    # Key/value heads sent here only to even out the exchange are in no group.
+    for kv in set(range(at.key.shape[1])).difference(*(range(kv.start, kv.stop) for _, kv in groups)):
+        at.key[:, kv], at.value[:, kv] = 0, 0

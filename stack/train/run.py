@@ -111,7 +111,8 @@ def run_ranks(cfg: RunConfig, topology: Topology, ds_config: dict[str, Any]) -> 
     if topology.is_main:
         write_config(folder, cfg, tell)
 
-    job = make_job(cfg, engine, loader, built, total_steps, topology)
+    lean = cfg.memory.lean and not remarks
+    job = make_job(cfg, engine, loader, built, total_steps, topology, lean)
     saver = Saver(folder.checkpoints, topology, layout, total_steps, cfg.checkpoint.keep, tell)
     hooks = make_hooks(cfg, job, store, saver, folder, state.step, total_steps)
     train(job, state, total_steps, Meter(topology, job.flops), hooks)
@@ -274,14 +275,23 @@ def resume(
 
 
 def make_job(
-    cfg: RunConfig, engine: Engine, loader: Loader, built: BuiltModel, total_steps: int, topology: Topology
+    cfg: RunConfig,
+    engine: Engine,
+    loader: Loader,
+    built: BuiltModel,
+    total_steps: int,
+    topology: Topology,
+    lean: bool,
 ) -> Job:
-    """What the loop needs for a step."""
+    """What the loop needs for a step. lean: the blocks run as lean layers."""
     factor = lr_factor(cfg.schedule, total_steps)
     peak = device_peak_tflops(topology.device, cfg.site.peak_tflops)
-    checkpointing = cfg.memory.checkpointing == "full"
     hardware = partial(
-        hardware_flops, built.spec, checkpointing=checkpointing, tiled_mlp=cfg.memory.tiled_mlp
+        hardware_flops,
+        built.spec,
+        checkpointing=cfg.memory.checkpointing == "full",
+        tiled_mlp=cfg.memory.tiled_mlp,
+        lean=lean,
     )
     return Job(
         topology=topology,
