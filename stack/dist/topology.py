@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import datetime
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from stack.dist.env import RankEnv, apply_rank_env
 from stack.errors import ConfigError, Fault, LaunchError
+
+
+Number = TypeVar("Number", int, float)
 
 
 @dataclass
@@ -36,7 +39,7 @@ class Topology:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def sum(self, value: int | float) -> int | float:
+    def sum(self, value: Number) -> Number:
         """Sum over all ranks, as int64 or float64; the result has the type of `value`."""
         dtype = torch.int64 if isinstance(value, int) else torch.float64
         total = torch.tensor(value, dtype=dtype)
@@ -85,12 +88,12 @@ def init_topology(env: RankEnv, sp: int, device: str, timeout_s: int) -> Topolog
     if not dist.is_initialized():
         backend = "gloo" if device == "cpu" else "nccl"
         dist.init_process_group(backend, rank=env.rank, world_size=env.world, timeout=timeout)
-    host_group = dist.new_group(backend="gloo", timeout=timeout) if env.world > 1 else None
+    host_group = _new_group(list(range(env.world)), timeout, "gloo") if env.world > 1 else None
     sp_group = None
     # Every rank has to take part in the creation of every group, in the same order.
     for first in range(0, env.world, sp) if sp > 1 else ():
         members = list(range(first, first + sp))
-        group = dist.new_group(members, timeout=timeout)
+        group = _new_group(members, timeout)
         if env.rank in members:
             sp_group = group
     return Topology(
@@ -106,10 +109,21 @@ def init_topology(env: RankEnv, sp: int, device: str, timeout_s: int) -> Topolog
     )
 
 
+def _new_group(
+    members: list[int], timeout: datetime.timedelta, backend: str | None = None
+) -> dist.ProcessGroup:
+    # Typed as a number too, for ranks outside; what they get is never used.
+    return cast(dist.ProcessGroup, dist.new_group(members, timeout=timeout, backend=backend))
+
+
 def _select_device(env: RankEnv, device: str) -> torch.device:
     if device == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()
+    if count == 1 and env.launcher == "srun":
+        # With --gpus-per-task=1 each task sees its own GPU only, as number 0.
+        torch.cuda.set_device(0)
+        return torch.device("cuda", 0)
     if env.local_rank >= count:
         raise LaunchError(
             f"local rank {env.local_rank} has no GPU: {count} visible here. Fix: start at most {count} ranks on this "

@@ -14,7 +14,9 @@ from stack.engine.handle import Engine
 from stack.engine.module import StepModule
 
 
-def build_engine(model: nn.Module, optim: OptimConfig, topology: Topology, ds_config: dict[str, Any]) -> Engine:
+def build_engine(
+    model: nn.Module, optim: OptimConfig, topology: Topology, ds_config: dict[str, Any]
+) -> Engine:
     """model: built and changed by `apply_parallelism`; below ZeRO-3 it is moved to the device here.
 
     ds_config: the final DeepSpeed settings from `ds_config.build_ds_config`.

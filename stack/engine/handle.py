@@ -86,7 +86,9 @@ class Engine:
         return StepResult(norm, clipped=0 < self._clip < norm, skipped=skipped, loss_scale=loss_scale)
 
     def _guard_torch_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+        params = [
+            param for group in optimizer.param_groups for param in group["params"] if param.grad is not None
+        ]
         norm = torch.nn.utils.get_total_norm([param.grad for param in params])
         self._torch_norm = float(norm)
         if not math.isfinite(self._torch_norm):

@@ -31,6 +31,8 @@ def zero3_partitioner(ds_config: dict[str, Any], dtype: torch.dtype) -> Callable
         for name, param in module.named_parameters(recurse=False):
             holder.register_parameter(name, param)
         remote_device = None if remote == "none" else remote
-        deepspeed.zero.Init(module=holder, config_dict_or_path=ds_config, dtype=dtype, remote_device=remote_device)
+        deepspeed.zero.Init(
+            module=holder, config_dict_or_path=ds_config, dtype=dtype, remote_device=remote_device
+        )
 
     return partition

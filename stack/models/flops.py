@@ -58,7 +58,12 @@ def model_flops(spec: ModelSpec, document_lengths: Sequence[int]) -> int:
 
 
 def hardware_flops(
-    spec: ModelSpec, document_lengths: Sequence[int], *, checkpointing: bool, tiled_mlp: bool, lean: bool = False
+    spec: ModelSpec,
+    document_lengths: Sequence[int],
+    *,
+    checkpointing: bool,
+    tiled_mlp: bool,
+    lean: bool = False,
 ) -> int:
     """FLOPs that are executed: the numerator of HFU.
 

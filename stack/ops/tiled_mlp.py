@@ -11,7 +11,7 @@ torch's checkpointing stops a recomputation as soon as the last saved tensor is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -83,7 +83,7 @@ def _set_rng_state(device: torch.device, state: tuple[Tensor, Tensor | None]) ->
         torch.cuda.set_rng_state(state[1], device)
 
 
-def tiled_block(hidden: Tensor, block: Block, params: list[Tensor], tile: int) -> Tensor:
+def tiled_block(hidden: Tensor, block: Block, params: Sequence[Tensor], tile: int) -> Tensor:
     """`block(hidden)`, `tile` tokens at a time.
 
     hidden: [rows, tokens, hidden]. block: works on each token by itself and keeps the shape. params: the block's

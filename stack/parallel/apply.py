@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from torch import nn
+from transformers import PreTrainedModel
 
 from stack.config.schema import MemoryConfig
 from stack.dist.topology import Topology
@@ -52,6 +55,6 @@ def apply_parallelism(
 def _let_gradients_reach_all_blocks(model: nn.Module) -> None:
     """With frozen embeddings the first hidden state needs no gradient, and hooks that wait for one never fire: ZeRO-3
     would reduce a leaf block before its gradients exist."""
-    embeddings = model.get_input_embeddings()
+    embeddings = cast(PreTrainedModel, model).get_input_embeddings()
     if not any(param.requires_grad for param in embeddings.parameters()):
         embeddings.register_forward_hook(lambda module, args, output: output.detach().requires_grad_())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
@@ -72,7 +72,7 @@ def install_head_loss(head: nn.Module, tile: int | None, logit_scale: float, sof
             return plain(hidden)
         options = LossOptions(logit_scale, softcap, label_smoothing, z_loss)
         flat, flat_labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-        weight, bias = head.weight, getattr(head, "bias", None)
+        weight, bias = cast(nn.Linear, head).weight, getattr(head, "bias", None)
         if tile is None:
             return scale * reference.token_loss_sum(flat, weight, bias, flat_labels, options)
         return scale * tiled_token_loss_sum(flat, weight, bias, flat_labels, tile, options)

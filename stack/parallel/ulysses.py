@@ -107,10 +107,10 @@ def ulysses_attention(
     if settings.lean:
         raise QkvReady(query, key, value, how)
     if settings.sp_group is not None:
-        query, key, value = _to_heads(query, key, value, settings)
+        query, key, value = _to_heads(query, key, value, settings, settings.sp_group)
     out = attend(settings.backend, query, key, value, cu_seq_lens_q, how)
     if settings.sp_group is not None:
-        out = _to_sequence(out, settings)
+        out = _to_sequence(out, settings.sp, settings.sp_group)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -144,7 +144,7 @@ def _refuse_unknown(
 
 
 def _to_heads(
-    query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
+    query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
     """[rows, heads, seq_local, dim] of all heads -> [rows, heads_local, seq, dim], one exchange for all three."""
     sp, (rows, heads, seq_local, dim) = settings.sp, query.shape
@@ -155,10 +155,9 @@ def _to_heads(
         key.index_select(1, index).view(rows, sp, plan.num_kv_local, seq_local, dim),
         value.index_select(1, index).view(rows, sp, plan.num_kv_local, seq_local, dim),
     ]
-    parts = torch.cat(per_rank, dim=2).transpose(
-        0, 1
-    )  # [sp (receiver), rows, heads_local of q, k, v, seq_local, dim]
-    parts = all_to_all(parts, settings.sp_group)  # [sp (sender), ...]: the sender's slice of the sequence
+    # [sp (receiver), rows, heads_local of q, k and v, seq_local, dim]
+    parts = torch.cat(per_rank, dim=2).transpose(0, 1)
+    parts = all_to_all(parts, group)  # [sp (sender), ...]: the sender's slice of the sequence
     whole = parts.permute(1, 2, 0, 3, 4).reshape(rows, -1, sp * seq_local, dim)
     sizes = [plan.num_q_local, plan.num_kv_local, plan.num_kv_local]
     query, key, value = whole.split(sizes, dim=1)
@@ -168,13 +167,13 @@ def _to_heads(
     return query, key, value
 
 
-def _to_sequence(out: Tensor, settings: AttentionSettings) -> Tensor:
+def _to_sequence(out: Tensor, sp: int, group: dist.ProcessGroup) -> Tensor:
     """[rows, heads_local, seq, dim] -> [rows, heads, seq_local, dim]."""
-    sp, (rows, heads_local, seq, dim) = settings.sp, out.shape
+    rows, heads_local, seq, dim = out.shape
     parts = out.view(rows, heads_local, sp, seq // sp, dim).permute(
         2, 0, 1, 3, 4
     )  # [sp (receiver), rows, ...]
-    parts = all_to_all(parts, settings.sp_group)  # [sp (sender), ...]: the sender's heads
+    parts = all_to_all(parts, group)  # [sp (sender), ...]: the sender's heads
     return parts.transpose(0, 1).reshape(rows, sp * heads_local, seq // sp, dim)
 
 

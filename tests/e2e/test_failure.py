@@ -18,7 +18,7 @@ from stack.errors import DataError
 from tests.launchers import launch, start
 
 SCRIPT = "tests/e2e/failing_rank.py"
-LIMIT_S = 45  # seconds on a loaded machine; most of them go into importing torch
+LIMIT_S = 120  # seconds; 2 to 10 on a free machine, most of them for importing torch and DeepSpeed's launcher
 
 
 @pytest.mark.parametrize(
@@ -89,13 +89,6 @@ def test_node_launcher_killed_leaves_no_orphans() -> None:
         _, alive = psutil.wait_procs(ranks, timeout=LIMIT_S)
         assert len(ranks) == 2 and not alive
         assert "launcher (process" in started.output
-
-
-def test_two_jobs_at_once_on_one_host() -> None:
-    with start("deepspeed", [SCRIPT, "ok"]) as first, start("deepspeed", [SCRIPT, "ok"]) as second:
-        for job in (first, second):
-            ended = job.wait(LIMIT_S)
-            assert ended.codes == [0] and ended.output.count(" left") == 2, ended.output
 
 
 def test_taken_port_is_said() -> None:

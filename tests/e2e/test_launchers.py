@@ -13,7 +13,7 @@ from tests.launchers import LAUNCHERS, ROOT, launch, start
 TRAIN = str(ROOT / "launch" / "train.py")
 # Later overrides win: were their order lost, the rate would be ten times the one that is expected.
 OVERRIDES = ["+exp=tiny_cpu", "optim.lr=1e-2", "optim.lr=1e-3", "checkpoint=none", "schedule.steps=3"]
-LIMIT_S = 150
+LIMIT_S = 240
 
 
 def losses(folder: Path) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import traceback
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,7 +28,9 @@ from stack.engine.ds_config import build_ds_config
 from stack.engine.handle import Engine
 from stack.engine.zero_init import join_deepspeed, zero3_partitioner
 from stack.methods.pretrain import Pretrain
-from stack.models.build import build_model
+from stack.models.build import BuiltModel, build_model
+from stack.ops.offload import OffloadToHost
+from stack.parallel import checkpointing
 from stack.parallel.apply import apply_parallelism
 from stack.parallel.shard_batch import shard_batch
 from tests.parity.cases import LAYOUTS, ParityCase
@@ -71,13 +74,21 @@ def config_of(case: ParityCase, folder: str, precision: str = "fp32") -> RunConf
 
 
 def assemble(cfg: RunConfig, topology: Topology, dtype: torch.dtype = torch.float32) -> Engine:
+    return assemble_both(cfg, topology, dtype)[0]
+
+
+def assemble_both(
+    cfg: RunConfig, topology: Topology, dtype: torch.dtype = torch.float32
+) -> tuple[Engine, BuiltModel]:
+    # The hidden states of these models are too small to be worth offloading: nothing would be offloaded in any case.
+    checkpointing.OffloadToHost = partial(OffloadToHost, min_bytes=1)  # type: ignore[misc]
     join_deepspeed(topology)
     ds_config = build_ds_config(cfg, topology.world)
     stage = cfg.engine.stage
     partition = zero3_partitioner(ds_config, dtype) if stage == 3 else None
     built = build_model(cfg.model, cfg.data.seq_len, dtype, cfg.seed, partition, topology.is_main)
     apply_parallelism(built.model, built.spec, cfg.memory, cfg.model.attention, stage, topology)
-    return build_engine(built.model, cfg.optim, topology, ds_config)
+    return build_engine(built.model, cfg.optim, topology, ds_config), built
 
 
 def pack(rows: list[Row]) -> MicroBatch:

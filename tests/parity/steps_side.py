@@ -69,16 +69,21 @@ def one_step(
 
 
 def run_steps(
-    cfg: RunConfig, steps: list[list[Row]], lrs: list[float], poison: dict[int, int] | None = None
+    cfg: RunConfig,
+    steps: list[list[Row]],
+    lrs: list[float],
+    poison: dict[int, int] | None = None,
+    size: int = 1,
 ) -> list[Step]:
-    """Start from the weights of the config's folder. poison: step -> rank whose loss is NaN."""
+    """Start from the weights of the config's folder. poison: step -> rank whose loss is NaN. size: rows in a
+    micro-batch."""
     topology = topology_of(cfg.parallel.sp)
     engine = assemble(cfg, topology, torch.bfloat16 if cfg.engine.precision == "bf16" else torch.float32)
     seen = [Step(0.0, StepResult(0.0, False, None, None), weights_of(engine))]
     for index, (rows, lr) in enumerate(zip(steps, lrs, strict=True)):
         method = Poisoned(MethodConfig())
         method.rank = 0 if (poison or {}).get(index) == topology.rank else -1
-        seen.append(one_step(engine, topology, rows, lr, method=method))
+        seen.append(one_step(engine, topology, rows, lr, size, method))
     engine.close()
     return seen
 

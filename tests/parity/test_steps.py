@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -118,7 +119,8 @@ def test_a_layer_applied_twice(folders):
     """At every stage with what it allows: gradients of both uses add up, and are reduced once."""
     text, lrs = make_steps("packed")[:2], [0.1, 1024.0]
     model = reference.load(folders[False])
-    model.model.layers[1] = model.model.layers[0]
+    layers = cast(Any, model).model.layers
+    layers[1] = layers[0]
     want = reference.train(model, text, lrs)
     cases = {
         f"{stage} {layout} {levers}": Case(

@@ -32,7 +32,8 @@ def test_equals_masked_attention(name, window):
     torch.testing.assert_close(got, want)
     weights = torch.randn_like(want)
     torch.testing.assert_close(
-        torch.autograd.grad((got * weights).sum(), inputs), torch.autograd.grad((want * weights).sum(), inputs)
+        torch.autograd.grad((got * weights).sum(), inputs),
+        torch.autograd.grad((want * weights).sum(), inputs),
     )
 
 
@@ -49,7 +50,18 @@ def test_documents_do_not_see_each_other():
 
 @pytest.mark.parametrize(
     ("num_q", "num_kv", "sp"),
-    [(4, 2, 2), (4, 2, 4), (8, 8, 4), (32, 8, 8), (32, 8, 16), (32, 8, 32), (12, 4, 6), (6, 2, 3), (9, 3, 3), (64, 8, 64)],
+    [
+        (4, 2, 2),
+        (4, 2, 4),
+        (8, 8, 4),
+        (32, 8, 8),
+        (32, 8, 16),
+        (32, 8, 32),
+        (12, 4, 6),
+        (6, 2, 3),
+        (9, 3, 3),
+        (64, 8, 64),
+    ],
 )
 def test_every_rank_gets_the_heads_its_queries_read(num_q, num_kv, sp):
     group = num_q // num_kv

@@ -10,7 +10,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from stack.errors import ModelError
 from stack.models import spec
 from stack.ops.reference import document_attention
-from stack.parallel.ulysses import AttentionSettings, install_attention, ulysses_attention
+from stack.parallel.ulysses import SETTINGS, AttentionSettings, install_attention, ulysses_attention
 
 CU_SEQLENS = torch.tensor([0, 3, 8, 12, 16], dtype=torch.int32)
 
@@ -56,7 +56,9 @@ def test_flash_kernels_get_documents_as_one_varlen_row():
     torch.testing.assert_close(got, run(model, cu_seq_lens_q=CU_SEQLENS))
     name, query, key, mask, kwargs = calls[0]
     assert (name, query, key, mask) == ("flash_stand_in", (1, 4, 16, 8), (1, 2, 16, 8), None)
-    assert torch.equal(kwargs["cu_seq_lens_q"], CU_SEQLENS) and torch.equal(kwargs["cu_seq_lens_k"], CU_SEQLENS)
+    assert torch.equal(kwargs["cu_seq_lens_q"], CU_SEQLENS) and torch.equal(
+        kwargs["cu_seq_lens_k"], CU_SEQLENS
+    )
     assert kwargs["max_length_q"] == kwargs["max_length_k"] == 5
     assert len(calls) == 2, "one call a layer"
 
@@ -79,7 +81,7 @@ def test_running_without_boundaries_is_refused():
 
 def call(backend="sdpa", mask=None, **kwargs):
     module = nn.Module()
-    module.stack_attention = AttentionSettings(backend, 1, 0, None)
+    setattr(module, SETTINGS, AttentionSettings(backend, 1, 0, None))
     query, key = torch.randn(1, 4, 16, 8), torch.randn(1, 2, 16, 8)
     return ulysses_attention(module, query, key, key, mask, cu_seq_lens_q=CU_SEQLENS, **kwargs)
 

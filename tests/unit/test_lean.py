@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -91,7 +93,8 @@ def test_counts_of_one_layer(monkeypatch):
     monkeypatch.setattr(lean_module, "exchange", counted("exchange", lean_module.exchange))
     model = model_of("qwen3", True)
     for block in spec.blocks(model):
-        block.mlp.forward = counted("mlp", block.mlp.forward)
+        mlp = cast(Any, block).mlp
+        mlp.forward = counted("mlp", mlp.forward)
     with torch.no_grad():
         spec.body(model)(
             input_ids=torch.arange(12)[None],

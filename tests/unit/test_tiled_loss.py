@@ -36,7 +36,16 @@ def gradients(loss, tensors):
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize(
     ("tokens", "tile", "bias"),
-    [(1, 1, False), (2, 4, True), (3, 1, False), (5, 4, True), (7, 3, False), (9, 8, False), (16, 5, True), (16, 99, False)],
+    [
+        (1, 1, False),
+        (2, 4, True),
+        (3, 1, False),
+        (5, 4, True),
+        (7, 3, False),
+        (9, 8, False),
+        (16, 5, True),
+        (16, 99, False),
+    ],
 )
 def test_equals_plain_loss(tokens, tile, bias, name):
     tensors = inputs(tokens, torch.float32, bias)
@@ -100,7 +109,9 @@ def test_fp16_gradients_survive_a_small_scale():
     half = [hidden.detach().half().requires_grad_(), weight.detach().half().requires_grad_()]
     loss = tiled_token_loss_sum(*half, None, labels, 5, LossOptions())
     got = gradients(loss * 1e-6 * 2.0**16, half)
-    want = gradients(token_loss_sum(hidden, weight, None, labels, LossOptions()) * 1e-6 * 2.0**16, [hidden, weight])
+    want = gradients(
+        token_loss_sum(hidden, weight, None, labels, LossOptions()) * 1e-6 * 2.0**16, [hidden, weight]
+    )
     for mine, true in zip(got, want, strict=True):
         torch.testing.assert_close(mine.float(), true, rtol=2e-2, atol=2e-3 * true.abs().max().item())
 
@@ -122,5 +133,7 @@ def test_logits_of_the_whole_sequence_never_exist():
     hidden = torch.randn(512, HIDDEN, requires_grad=True)
     weight = torch.randn(300, HIDDEN, requires_grad=True)
     with Watch():
-        tiled_token_loss_sum(hidden, weight, None, torch.zeros(512, dtype=torch.long), 16, LossOptions()).backward()
+        tiled_token_loss_sum(
+            hidden, weight, None, torch.zeros(512, dtype=torch.long), 16, LossOptions()
+        ).backward()
     assert largest[0] <= 16 * 300

@@ -95,7 +95,9 @@ def test_recomputation_of_a_layer_skips_the_block():
         return x + tiled_block(norm(x), mlp, trainable(mlp), 4)
 
     hidden = torch.randn(1, 8, 6, requires_grad=True)
-    want = torch.autograd.grad((hidden + mlp(norm(hidden))).square().sum(), [hidden, mlp.up.weight, norm.weight])
+    want = torch.autograd.grad(
+        (hidden + mlp(norm(hidden))).square().sum(), [hidden, mlp.up.weight, norm.weight]
+    )
     mlp.calls = 0
     loss = checkpoint(layer, hidden, use_reentrant=False).square().sum()
     got = torch.autograd.grad(loss, [hidden, mlp.up.weight, norm.weight])
@@ -111,7 +113,9 @@ def test_block_in_front_of_a_norm_is_recomputed():
         return x + norm(tiled_block(x, mlp, trainable(mlp), 4))
 
     hidden = torch.randn(1, 8, 6, requires_grad=True)
-    want = torch.autograd.grad((hidden + norm(mlp(hidden))).square().sum(), [hidden, mlp.up.weight, norm.weight])
+    want = torch.autograd.grad(
+        (hidden + norm(mlp(hidden))).square().sum(), [hidden, mlp.up.weight, norm.weight]
+    )
     got = torch.autograd.grad(
         checkpoint(layer, hidden, use_reentrant=False).square().sum(), [hidden, mlp.up.weight, norm.weight]
     )
