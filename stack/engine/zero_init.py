@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from stack.dist.topology import Topology
+from stack.patches import apply_patches
 
 
 def join_deepspeed(topology: Topology) -> None:
     """Let DeepSpeed take over the process groups that `init_topology` made. Needed before `zero3_partitioner`."""
+    apply_patches()
     backend = "gloo" if topology.device.type == "cpu" else "nccl"
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
 

@@ -39,7 +39,6 @@ from stack.methods import build_method
 from stack.models.build import BlankModel, BuiltModel, check_positions, fill_model, prepare_model
 from stack.models.flops import hardware_flops, model_flops
 from stack.models.hub import fetch
-from stack.patches import apply_patches
 from stack.train.console import ConsoleHook, format_duration
 from stack.train.evaluate import evaluate
 from stack.train.folder import RunFolder, take_folder, write_config
@@ -92,7 +91,6 @@ def run_ranks(cfg: RunConfig, topology: Topology, ds_config: dict[str, Any]) -> 
     store = open_store(cfg, topology)
     loader = make_loader(cfg, store, topology)
     total_steps = derive.total_steps(cfg.schedule, loader.steps_per_epoch)
-    apply_patches()
     join_deepspeed(topology)
     partition = zero3_partitioner(ds_config, DTYPES[cfg.engine.precision]) if cfg.engine.stage == 3 else None
     built = fill_model(blank, partition)
