@@ -81,9 +81,7 @@ class Baseline:
     def model(self) -> nn.Module:
         return self.built.model
 
-    def step(self, batch: MicroBatch, num_targets: int, lr: float) -> tuple[float, float]:
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = lr
+    def passes(self, batch: MicroBatch, num_targets: int) -> float:
         ids, positions, labels = (
             part.to(self.device) for part in (batch.input_ids, batch.position_ids, batch.labels)
         )
@@ -91,8 +89,13 @@ class Baseline:
         share = num_targets / self.world
         loss = self.engine(ids, positions, labels, share)
         self.engine.backward(loss)
+        return loss.item() * share
+
+    def update(self, lr: float) -> float:
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
         self.engine.step()
-        return loss.item() * share, float(self.engine.get_global_grad_norm())
+        return float(self.engine.get_global_grad_norm())
 
     def close(self) -> None:
         self.engine.destroy()

@@ -33,11 +33,15 @@ class Contender(Protocol):
         """The Hugging Face model; its parameters are ZeRO-3 shards."""
         ...
 
-    def step(self, batch: MicroBatch, num_targets: int, lr: float) -> tuple[float, float]:
-        """One optimizer step on this rank's slice of the rows. num_targets: of all ranks.
+    def passes(self, batch: MicroBatch, num_targets: int) -> float:
+        """Forward and backward on this rank's slice of the rows. num_targets: of all ranks.
 
-        Returns the local sum of token losses in nats and the global gradient norm before clipping.
+        Returns the local sum of token losses in nats.
         """
+        ...
+
+    def update(self, lr: float) -> float:
+        """Optimizer step. Returns the global gradient norm before clipping."""
         ...
 
     def close(self) -> None:
@@ -70,9 +74,11 @@ class Preset:
     def model(self) -> nn.Module:
         return self.engine.model
 
-    def step(self, batch: MicroBatch, num_targets: int, lr: float) -> tuple[float, float]:
-        loss = self.engine.forward_backward(self.method, batch, num_targets)
-        return loss.item(), self.engine.step(lr).grad_norm
+    def passes(self, batch: MicroBatch, num_targets: int) -> float:
+        return self.engine.forward_backward(self.method, batch, num_targets).item()
+
+    def update(self, lr: float) -> float:
+        return self.engine.step(lr).grad_norm
 
     def close(self) -> None:
         self.engine.close()

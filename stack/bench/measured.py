@@ -12,6 +12,8 @@ class Inspection:
     rss_bytes: int
     peak_bytes: int
     """Of device memory; on the CPU of live tensors but those that offload keeps."""
+    passes_peak_bytes: int
+    """The same until the end of backward: what grows with the length. The optimizer step has a peak of its own."""
     states_bytes: int
     """Alive between steps: shards, gradients' buffers, optimizer states."""
     host_bytes: int

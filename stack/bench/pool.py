@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 from multiprocessing import connection
 from pathlib import Path
@@ -109,7 +110,9 @@ class Pool:
     def _ended(self, rank: int) -> str:
         self.processes[rank].join(ENDING_S)
         lines = self.logs[rank].read_text(errors="replace").splitlines() if self.logs[rank].exists() else []
-        return "\n".join([f"ended with exit code {self.processes[rank].exitcode}", *lines[-LOG_LINES:]])
+        code = self.processes[rank].exitcode or 0
+        end = f"ended with exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+        return "\n".join([end, *lines[-LOG_LINES:]])
 
     def __enter__(self) -> Pool:
         return self

@@ -18,7 +18,8 @@ MIB = 1024**2
 NOTES = """\
 ratio: step time over the baseline's, turn by turn. MFU: what training needs, HFU: what was made, at this machine's own rates,
 as shares of the step. step/products: step over its own matrix products and attention calls, each at its own speed. Peak:
-bytes alive on the device at most, states included; host: what offload keeps besides. Bytes and RSS are those of one rank."""
+bytes alive on the device at most; passes: at most until the end of backward; states: between steps; host: what offload keeps
+besides. Bytes and RSS are those of one rank; growth is that of passes."""
 
 
 def tables(rows: Sequence[Row], fits: Sequence[Growth]) -> str:
@@ -45,6 +46,7 @@ STEP_TITLES = (
     "HFU",
     "step/products",
     "peak MiB",
+    "passes",
     "states",
     "host",
     "RSS",
@@ -52,7 +54,8 @@ STEP_TITLES = (
 
 
 def _step_cells(row: Row) -> list[str]:
-    bytes_cells = [f"{part / MIB:.1f}" for part in (row.peak_bytes, row.states_bytes, row.host_bytes)]
+    parts = (row.peak_bytes, row.passes_peak_bytes, row.states_bytes, row.host_bytes)
+    bytes_cells = [f"{part / MIB:.1f}" for part in parts]
     return [
         f"{row.tokens:,}",
         row.contender,
@@ -150,15 +153,24 @@ def draw(rows: Sequence[Row], fits: Sequence[Growth], path: Path) -> None:
         fit = next((fit for fit in fits if fit.contender == name), None)
         _points(axes[0, 0], name, tokens, [row.step_s.median for row in own], _seconds(fit))
         _points(axes[0, 1], name, tokens, [row.ratio.median if row.ratio else float("nan") for row in own])
-        _points(axes[1, 0], name, tokens, [row.peak_bytes / MIB for row in own], _mebibytes(fit))
+        _points(axes[1, 0], name, tokens, [row.passes_peak_bytes / MIB for row in own], _mebibytes(fit))
         _points(axes[1, 1], name, tokens, [row.mfu for row in own])
-    axes[0, 0].set(xscale="log", yscale="log", ylabel="step, s")
-    axes[0, 1].set(xscale="log", ylabel="step over the baseline's", ylim=(0, None))
-    axes[1, 0].set(ylabel="peak on the device, MiB a rank", ylim=(0, None))
-    axes[1, 1].set(xscale="log", ylabel="MFU at this machine's own rates", ylim=(0, 1))
-    for place in axes.flat:
-        place.set_xlabel("tokens of a row")
+    tops = [None, None, 1.1 * max(row.passes_peak_bytes for row in rows) / MIB, 1.05]
+    labels = [
+        "step, s",
+        "step over the baseline's",
+        "peak until backward's end, MiB a rank",
+        "MFU at this machine's own rates",
+    ]
+    for place, label, top in zip(axes.flat, labels, tops, strict=True):
+        place.set(xlabel="tokens of a row", ylabel=label, xscale="log")
+        lengths = sorted({row.tokens for row in rows})
+        place.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths])
+        place.minorticks_off()
         place.grid(alpha=0.3)
+        if place is not axes[0, 0]:
+            place.set_ylim(0, top)
+    axes[0, 0].set_yscale("log")
     axes[0, 0].legend()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -101,7 +101,7 @@ def contender_configs(settings: BenchSettings, seq: int) -> dict[str, RunConfig]
     faults = list(_faults(settings))
     if faults:
         raise ConfigError(faults)
-    configs = {}
+    configs: dict[str, RunConfig] = {}
     for name in settings.contenders:
         # The baseline has its own levers; `plain` only fills the section.
         memory = "plain" if name == BASELINE else name
@@ -112,8 +112,11 @@ def contender_configs(settings: BenchSettings, seq: int) -> dict[str, RunConfig]
             *settings.overrides,
         ]
         given += [f"data.seq_len={seq}", f"memory={memory}"]
-        configs[name] = compose_config(given, world=settings.ranks)
-    faults = [fault for name, cfg in configs.items() for fault in _together(name, cfg, settings)]
+        try:
+            configs[name] = compose_config(given, world=settings.ranks)
+            faults += _together(name, configs[name], settings)
+        except ConfigError as error:
+            faults += error.faults
     if faults:
         raise ConfigError(list({str(fault): fault for fault in faults}.values()))
     return configs

@@ -56,6 +56,8 @@ class Row:
     over_products: float
     """Step time over `products_s`."""
     peak_bytes: int
+    passes_peak_bytes: int
+    """Until the end of backward."""
     states_bytes: int
     host_bytes: int
     rss_bytes: int
@@ -67,7 +69,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Growth:
-    """How a contender's costs grow with the tokens of a row; `*_ratio` over the baseline's."""
+    """How a contender's costs grow with the tokens of a row. Bytes: the peak of forward and backward on one rank."""
 
     contender: str
     fixed_bytes: float
@@ -75,6 +77,7 @@ class Growth:
     seconds_a_token: float
     seconds_a_token_squared: float
     bytes_ratio: float | None
+    """`bytes_a_token` over the baseline's."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,7 @@ def _row(one: Measured, baseline: Measured | None, rates: Rates, spec: ModelSpec
         products_s=products_s,
         over_products=step_s.median / products_s,
         peak_bytes=max(rank.peak_bytes for rank in one.inspections),
+        passes_peak_bytes=max(rank.passes_peak_bytes for rank in one.inspections),
         states_bytes=max(rank.states_bytes for rank in one.inspections),
         host_bytes=max(rank.host_bytes for rank in one.inspections),
         rss_bytes=max(rank.rss_bytes for rank in one.inspections),
@@ -173,7 +177,7 @@ def growth_of(rows: Sequence[Row]) -> list[Growth]:
     for name in dict.fromkeys(row.contender for row in rows):
         own = [row for row in rows if row.contender == name]
         tokens = [row.tokens for row in own]
-        memory = fit_bytes(tokens, [row.peak_bytes for row in own])
+        memory = fit_bytes(tokens, [row.passes_peak_bytes for row in own])
         seconds = fit_seconds(tokens, [row.step_s.median for row in own])
         if memory is not None and seconds is not None:
             found[name] = Growth(name, *memory, *seconds, bytes_ratio=None)

@@ -19,7 +19,7 @@ import psutil
 import torch
 import torch.nn.functional as F
 
-from stack.bench.calls import Call, CallRecorder, clock, repeat
+from stack.bench.calls import Call, CallRecorder, clock, repeat, settle
 from stack.bench.live_bytes import LiveBytes
 from stack.bench.measured import CallCount, Inspection, Probe
 from stack.bench.settings import BASELINE
@@ -87,23 +87,23 @@ class Worker:
         return self._step(self.cfg.optim.lr)[1:]
 
     def inspect(self) -> Inspection:
-        """Three untimed steps that change no weight; they warm up as well."""
+        """Two untimed steps that change no weight: one watched for memory and products, one for communication."""
         on_gpu = self.device.type == "cuda"
         _reset_peak_rss()
-        self._step()
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
         with LiveBytes() as live, CallRecorder() as recorder:
             states = torch.cuda.memory_allocated(self.device) if on_gpu else live.at_start
-            self._step()
+            self.contender.passes(*self.rows)
+            passes_peak = torch.cuda.max_memory_allocated(self.device) if on_gpu else live.peak_device
+            self.contender.update(lr=0.0)
         peak = torch.cuda.max_memory_allocated(self.device) if on_gpu else live.peak_device
-        self.calls = dict(recorder.calls)
-        del recorder
         rss = _peak_rss()
+        self.calls = dict(recorder.calls)
         with Traffic(self.topology.barrier, self.device) as traffic:
             self._step()
         kinds = {kind: asdict(found) for kind, found in traffic.kinds.items()}
-        return Inspection(rss, peak, states, 0 if on_gpu else live.peak_host, kinds)
+        return Inspection(rss, peak, passes_peak, states, 0 if on_gpu else live.peak_host, kinds)
 
     def time(self) -> tuple[float, float, float]:
         """(seconds, mean loss, gradient norm) of one step that changes no weight."""
@@ -152,19 +152,22 @@ class Worker:
                 query, key, value, is_causal=True, enable_gqa=heads != kv_heads
             )
 
-        out = attend()
-        backward_s = clock(lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True), self.device)
         with torch.no_grad():
-            return clock(attend, self.device), backward_s
+            forward_s = clock(attend, self.device)
+        out = attend()
+        return forward_s, clock(
+            lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True), self.device
+        )
 
     def _step(self, lr: float = 0.0) -> tuple[float, float, float]:
-        batch, num_targets = self.rows
         self.topology.barrier()
         start = time.perf_counter()
-        loss, norm = self.contender.step(batch, num_targets, lr)  # numbers on the host: the device is done
+        loss = self.contender.passes(*self.rows)
+        norm = self.contender.update(lr)
+        settle(self.device)
         self.topology.barrier()
         seconds = time.perf_counter() - start
-        return seconds, float(self.topology.sum(float(loss))) / num_targets, norm
+        return seconds, float(self.topology.sum(float(loss))) / self.rows[1], norm
 
 
 def _reset_peak_rss() -> None:

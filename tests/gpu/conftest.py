@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.parity.conftest import folders
+
+__all__ = ["folders"]
 HERE = Path(__file__).parent
 
 
@@ -20,6 +23,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _reason_to_skip() -> str:
     import torch
 
+    if os.environ.get("LONG_SEQUENCE_GPU_TESTS") == "rehearsal":
+        return ""
     if not torch.cuda.is_available():
         return "no GPU on this machine"
     if "LONG_SEQUENCE_GPU_TESTS" not in os.environ:

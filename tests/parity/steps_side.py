@@ -41,8 +41,11 @@ class Poisoned(Pretrain):
         return loss + math.nan if self.rank >= 0 else loss
 
 
-def topology_of(sp: int) -> Topology:
-    return init_topology(read_rank_env(dict(os.environ)), sp, "cpu", 120)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def topology_of(sp: int, device: str = "cpu") -> Topology:
+    return init_topology(read_rank_env(dict(os.environ)), sp, device, 120)
 
 
 def one_step(
@@ -74,11 +77,12 @@ def run_steps(
     lrs: list[float],
     poison: dict[int, int] | None = None,
     size: int = 1,
+    device: str = "cpu",
 ) -> list[Step]:
     """Start from the weights of the config's folder. poison: step -> rank whose loss is NaN. size: rows in a
     micro-batch."""
-    topology = topology_of(cfg.parallel.sp)
-    engine = assemble(cfg, topology, torch.bfloat16 if cfg.engine.precision == "bf16" else torch.float32)
+    topology = topology_of(cfg.parallel.sp, device)
+    engine = assemble(cfg, topology, DTYPES[cfg.engine.precision])
     seen = [Step(0.0, StepResult(0.0, False, None, None), weights_of(engine))]
     for index, (rows, lr) in enumerate(zip(steps, lrs, strict=True)):
         method = Poisoned(MethodConfig())
@@ -99,7 +103,7 @@ def with_evaluation(
     topology = topology_of(cfg.parallel.sp)
     method, found = Pretrain(MethodConfig()), {}
     for evaluating in (False, True):
-        engine = assemble(cfg, topology, torch.bfloat16 if cfg.engine.precision == "bf16" else torch.float32)
+        engine = assemble(cfg, topology, DTYPES[cfg.engine.precision])
         losses, evals = [], []
         for rows in steps:
             if evaluating:

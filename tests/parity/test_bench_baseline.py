@@ -52,10 +52,13 @@ def train(name: str, ranks: int) -> Trained:
                 found[key] = parameter.detach().clone()
         return found
 
+    def step() -> tuple[float, float]:
+        return contender.passes(batch, num_targets), contender.update(LR)
+
     before = weights()
-    steps = [contender.step(batch, num_targets, LR)]
+    steps = [step()]
     after = weights()
-    steps.append(contender.step(batch, num_targets, LR))
+    steps.append(step())
     grads = {key: (before[key] - after[key]) / LR for key in before} if topology.is_main else {}
     losses = [topology.sum(loss) / num_targets for loss, _ in steps]
     contender.close()

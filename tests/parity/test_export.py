@@ -104,7 +104,11 @@ def test_trained_weights_are_there_once_in_their_type(run, outcomes, exported, f
     assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight) is run.tied
     pairs = zip(model.parameters(), start.parameters(), strict=True)
     # Matrices: in bf16 a norm's weight of 1 is too coarse for these steps.
-    unmoved = [after.shape for after, before in pairs if after.ndim == 2 and torch.equal(after, before.to(after.dtype))]
+    unmoved = [
+        after.shape
+        for after, before in pairs
+        if after.ndim == 2 and torch.equal(after, before.to(after.dtype))
+    ]
     assert not unmoved
 
 

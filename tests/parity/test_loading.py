@@ -1,9 +1,11 @@
-"""Under ZeRO-3 no rank ever holds the whole model: peak memory of loading, and equality with the file."""
+"""Under ZeRO-3 no rank ever holds the whole model: peak memory of loading, and equality with the file; and weights drawn
+from the seed are the same for every stage and split."""
 
 from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from stack.config.schema import ModelConfig, RunConfig
+from stack.models.build import build_model
 from tests.parity.cases import ParityCase
+from tests.parity.conftest import SHAPE
 from tests.parity.rank_side import assemble, config_of, weights_of
 from tests.parity.steps_side import topology_of
-from tests.ranks import run_ranks
+from tests.ranks import Case, run_cases, run_ranks
 
 WORLD = 2
 
@@ -104,3 +109,35 @@ def test_loaded_weights_are_those_of_the_file(folders, stage):
     got = run_ranks(load_and_gather, WORLD, folders[False], stage, timeout_s=200, init=False)[0]
     assert got.keys() == want.keys()
     assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def draw_and_gather(cfg: RunConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    engine = assemble(cfg, topology_of(cfg.parallel.sp), dtype)
+    weights = weights_of(engine)
+    engine.close()
+    return weights
+
+
+def test_drawn_weights_are_the_same_for_every_stage_and_split():
+    """With those of one process, which no rank takes part in."""
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    model = ModelConfig(
+        init="scratch", architecture=dict(SHAPE, model_type="qwen3", tie_word_embeddings=True)
+    )
+    cases = {}
+    for stage, layout, precision in (
+        (0, "dp2", "fp32"),
+        (3, "dp2", "fp32"),
+        (3, "sp2", "fp32"),
+        (3, "sp2", "bf16"),
+    ):
+        cfg = config_of(ParityCase(layout, stage, 1, "all", True, ""), "", precision)
+        cases[f"{stage} {layout} {precision}"] = Case(
+            draw_and_gather, (replace(cfg, model=model), dtypes[precision])
+        )
+    seed = RunConfig().seed
+    for name, outcome in run_cases(WORLD, cases, timeout_s=200, init=False).items():
+        want = dict(build_model(model, 15, dtypes[name.split()[-1]], seed).model.named_parameters())
+        got = outcome.get()[0]
+        assert got.keys() == want.keys()
+        assert all(torch.equal(got[key], want[key]) for key in want), name

@@ -17,7 +17,7 @@ from tests.parity.rank_side import config_of
 from tests.parity.reference import Row, make_steps
 from tests.ranks import run_ranks
 
-LENGTHS = (2, 3, 5, 7, 9, 16)
+LENGTHS = (1, 2, 3, 5, 7, 9, 16)
 TILES = (1, 4, 8)
 FAMILIES = {
     "qwen3_moe": dict(moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2),

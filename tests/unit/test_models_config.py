@@ -38,7 +38,7 @@ PUBLISHED = {
     "llama3_70b": (70_553_706_496, False),
     "mistral_7b": (7_248_023_552, False),
     "smollm2_135m": (134_515_008, True),
-    "tiny": (5_770_880, True),
+    "tiny": (3_212_672, True),
     "micro": (22_720, False),
 }
 
