@@ -100,7 +100,15 @@ def _traffic_cells(row: Row) -> list[list[str]]:
     ]
 
 
-GROWTH_TITLES = ("contender", "fixed MiB", "bytes a token", "ratio", "us a token", "ns a token^2")
+GROWTH_TITLES = (
+    "contender",
+    "fixed MiB",
+    "bytes a token",
+    "from tokens",
+    "ratio",
+    "us a token",
+    "ns a token^2",
+)
 
 
 def _growth_cells(fit: Growth) -> list[str]:
@@ -108,6 +116,7 @@ def _growth_cells(fit: Growth) -> list[str]:
         fit.contender,
         f"{fit.fixed_bytes / MIB:.1f}",
         f"{fit.bytes_a_token:,.0f}",
+        f"{fit.bytes_from:,}",
         "" if fit.bytes_ratio is None else f"{fit.bytes_ratio:.3f}",
         f"{fit.seconds_a_token * 1e6:.2f}",
         f"{fit.seconds_a_token_squared * 1e9:.4f}",
@@ -188,4 +197,9 @@ def _seconds(fit: Growth | None):
 
 
 def _mebibytes(fit: Growth | None):
-    return fit and (lambda tokens: (fit.fixed_bytes + fit.bytes_a_token * tokens) / MIB)
+    def curve(tokens: np.ndarray) -> np.ndarray:
+        assert fit is not None
+        line = (fit.fixed_bytes + fit.bytes_a_token * tokens) / MIB
+        return np.where(tokens >= fit.bytes_from, line, np.nan)
+
+    return fit and curve

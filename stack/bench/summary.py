@@ -74,6 +74,8 @@ class Growth:
     contender: str
     fixed_bytes: float
     bytes_a_token: float
+    bytes_from: int
+    """Tokens from which on the bytes grow so; below, something of fixed size sets the peak."""
     seconds_a_token: float
     seconds_a_token_squared: float
     bytes_ratio: float | None
@@ -180,7 +182,9 @@ def growth_of(rows: Sequence[Row]) -> list[Growth]:
         memory = fit_bytes(tokens, [row.passes_peak_bytes for row in own])
         seconds = fit_seconds(tokens, [row.step_s.median for row in own])
         if memory is not None and seconds is not None:
-            found[name] = Growth(name, *memory, *seconds, bytes_ratio=None)
+            found[name] = Growth(
+                name, memory.fixed, memory.per_token, memory.first, *seconds, bytes_ratio=None
+            )
     if BASELINE in found:
         per_token = found[BASELINE].bytes_a_token
         return [replace(fit, bytes_ratio=fit.bytes_a_token / per_token) for fit in found.values()]

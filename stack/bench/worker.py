@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -44,6 +45,10 @@ def serve(connection: Connection, name: str, cfg: RunConfig, threads: int, log: 
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    # DeepSpeed 0.19 calls collectives by names that torch 2.13 renamed; the log's end is shown where a rank dies.
+    warnings.filterwarnings(
+        "ignore", message=r".*torch\.distributed\..* is deprecated", category=FutureWarning
+    )
     try:
         torch.set_num_threads(threads)
         worker = Worker(name, cfg)

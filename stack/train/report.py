@@ -52,8 +52,11 @@ def summarize(
     ]
     losses = [record["loss"] for record in records if record["loss"] is not None]
     if losses:
+        # One step may hold one row, whose loss says more of the row than of the model.
+        recent = losses[-10:]
         lines.append(
-            f"  loss          {losses[0]:.4f} at the first step, {losses[-1]:.4f} at step {_last(records)}"
+            f"  loss          {losses[0]:.4f} at the first step, {sum(recent) / len(recent):.4f} over the last "
+            f"{len(recent)} of {_last(records)} steps"
         )
     held_out = [record for record in records if record.get("eval_loss") is not None]
     if held_out:

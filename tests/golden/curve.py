@@ -68,6 +68,11 @@ CASES: dict[str, tuple[int, str]] = {
     "tiled loss": (2, f"parallel=sp2 engine=zero3 {LEVERS_OFF} memory.tiled_loss=true data.micro_batch=4"),
     "tiled MLP": (2, f"parallel=sp2 engine=zero3 {LEVERS_OFF} memory.tiled_mlp=true data.micro_batch=4"),
     "checkpointing": (2, "parallel=sp2 engine=zero3 memory=checkpoint data.micro_batch=4"),
+    "lean layers": (2, "parallel=sp2 engine=zero3 memory=lean data.micro_batch=4"),
+    "dp 2, lean layers, accumulation 2": (
+        2,
+        "engine=zero1 memory=lean data.micro_batch=1 engine.accumulation=2",
+    ),
     "offload": (2, "parallel=sp2 engine=zero3 memory=checkpoint memory.offload=true data.micro_batch=4"),
 }
 """name -> (ranks, overrides). Rows in a step are 4 in all: micro_batch x accumulation x ranks / sp."""
@@ -77,6 +82,7 @@ WITH_SGD = (
     "one process, accumulation 4",
     "sp 2",
     "sp 2, zero 3, all levers",
+    "lean layers",
     "dp 2, zero 2, accumulation 2",
 )
 RUNS = [(name, "adamw") for name in CASES] + [(name, "sgd") for name in WITH_SGD]

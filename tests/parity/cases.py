@@ -58,6 +58,9 @@ EXTRA = [
     ParityCase("sp2", 3, 3, "all", True, "packed"),
     ParityCase("sp2 x dp2", 3, 3, "all", False, "packed"),
     ParityCase("sp2", 3, 1, "none", False, "rank without target"),
+    # A head whose gradient is made in forward, accumulated, shared with the embedding and split over ranks, all at once.
+    ParityCase("sp2", 3, 3, "tiled_loss", True, "rank without target"),
+    ParityCase("sp2", 2, 3, "tiled_loss", True, "packed"),
 ]
 TABLE = list(dict.fromkeys(pairwise_table() + EXTRA))
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -82,7 +82,9 @@ def outcomes(folders, exported) -> dict[str, list[tuple[Seen, dict[str, torch.Te
 
 @each_run
 def test_logits_are_those_of_the_engine(run, outcomes, exported):
-    model, info = AutoModelForCausalLM.from_pretrained(exported[run.name], output_loading_info=True)
+    model, info = cast(
+        Any, AutoModelForCausalLM.from_pretrained(exported[run.name], output_loading_info=True)
+    )
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     ids = torch.tensor([row.documents[0] for row in make_steps("one document")[0]])
     with torch.no_grad():

@@ -10,7 +10,9 @@ TOKENS = [4096, 16384, 32768]
 
 
 def test_exact_points_are_met() -> None:
-    assert fit_bytes(TOKENS, [2.5e8 + 9000 * tokens for tokens in TOKENS]) == pytest.approx((2.5e8, 9000))
+    line = fit_bytes(TOKENS, [2.5e8 + 9000 * tokens for tokens in TOKENS])
+    assert line is not None
+    assert (line.fixed, line.per_token, line.first) == pytest.approx((2.5e8, 9000, 4096))
     seconds = [4e-4 * tokens + 3e-8 * tokens**2 for tokens in TOKENS]
     assert fit_seconds(TOKENS, seconds) == pytest.approx((4e-4, 3e-8))
 
@@ -24,6 +26,26 @@ def test_errors_count_as_shares_of_the_value() -> None:
     assert squared > 0
 
 
+def test_a_peak_of_fixed_size_at_short_lengths_is_left_out() -> None:
+    tokens = [1024, 2048, 4096, 8192, 16384]
+    line = fit_bytes(tokens, [max(3e8, 2.5e8 + 9000 * number) for number in tokens])
+    assert line is not None
+    assert (line.fixed, line.per_token, line.first) == pytest.approx((2.5e8, 9000, 8192))
+
+
+def test_small_deviations_use_all_lengths() -> None:
+    line = fit_bytes(
+        TOKENS,
+        [
+            factor * (1e8 + 9000 * tokens)
+            for factor, tokens in zip((1.005, 0.995, 1.005), TOKENS, strict=True)
+        ],
+    )
+    assert line is not None
+    assert line.first == TOKENS[0]
+    assert line.per_token == pytest.approx(9000, rel=0.03)
+
+
 def test_one_length_gives_no_fit() -> None:
     assert fit_bytes([512], [1e6]) is None
-    assert fit_seconds([512, 512], [1.0, 1.1]) is None
+    assert fit_seconds([512], [1.0]) is None

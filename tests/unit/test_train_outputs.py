@@ -137,7 +137,7 @@ def test_summary_names_places_counts_and_what_to_try() -> None:
     text = summarize([record_of(1), final], places, 9, wandb_offline=True)
     for part in (
         "complete",
-        "4.0000 at the first step, 0.4444 at step 9",
+        "4.0000 at the first step, 2.2222 over the last 2 of 9 steps",
         "held-out loss 0.5000, perplexity 1.65, 300 tokens",
         "900 read, 810 predicted",
         "2 skipped for NaN or inf, 1 of an incomplete last window",
