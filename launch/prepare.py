@@ -23,7 +23,7 @@ def main() -> None:
         from stack.config.compose import from_command_line
         from stack.config.derive import architecture
 
-        cfg = from_command_line(sys.argv[1:])
+        cfg = from_command_line(sys.argv[1:], only=("data", "model"))
         if cfg is None:
             return
         from stack.data.loader import EvalLoader, Loader

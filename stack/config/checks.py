@@ -116,6 +116,10 @@ def _offload(cfg: RunConfig) -> Iterator[Fault]:
 
 
 def _engine(cfg: RunConfig, device: str | None) -> Iterator[Fault]:
+    if cfg.engine.precision == "fp16" and cfg.engine.stage == 0:
+        # With scale 2^26 its losses repeat to the last digit.
+        want = "1, 2 or 3 under fp16, since DeepSpeed's ZeRO-0 divides gradients by a scale it never multiplied in"
+        yield Fault("engine.stage", 0, want, "engine.stage=1")
     if cfg.engine.precision == "fp16" and device == "cpu":
         want = "bf16 or fp32 on the CPU, where DeepSpeed refuses fp16"
         yield Fault("engine.precision", "fp16", want, "engine.precision=bf16")

@@ -40,11 +40,13 @@ QUESTIONS = {"help", "h", "hydra-help", "version", "cfg", "c", "info", "i", "she
 """Hydra's own flags that are answered on the console, without a run."""
 
 
-def from_command_line(arguments: Sequence[str], world: Callable[[], int] | None = None) -> RunConfig | None:
+def from_command_line(
+    arguments: Sequence[str], world: Callable[[], int] | None = None, only: Sequence[str] = ()
+) -> RunConfig | None:
     """The run that the command line asks for; None if it asked a question (`--help`), which is answered here.
 
     arguments: without the program's name. world: gives the number of ranks where they matter; not called for
-    a question. Raises ConfigError.
+    a question. only: sections whose settings are judged, for a command that reads no others. Raises ConfigError.
     """
     arguments, folder = _take_config_dir(list(arguments))
     flags = [text.split("=")[0] for text in arguments if text.startswith("-")]
@@ -54,16 +56,21 @@ def from_command_line(arguments: Sequence[str], world: Callable[[], int] | None 
     if flags:
         want = "settings such as optim.lr=1e-5, --config-dir FOLDER, or a question such as --help"
         raise ConfigError([Fault(flag, "", want, "one command starts one run") for flag in flags])
-    return compose_config(arguments, world=world() if world else None, folder=folder)
+    return compose_config(arguments, world=world() if world else None, folder=folder, only=only)
 
 
 def compose_config(
-    overrides: Sequence[str], strict: bool = True, world: int | None = None, folder: str | None = None
+    overrides: Sequence[str],
+    strict: bool = True,
+    world: int | None = None,
+    folder: str | None = None,
+    only: Sequence[str] = (),
 ) -> RunConfig:
     """The run that `conf/` and `overrides` describe.
 
     strict: also check what the settings mean together. world: number of ranks, None if unknown. folder: a
-    further folder laid out like `conf/`. Raises ConfigError with every fault.
+    further folder laid out like `conf/`. only: sections to judge, all if empty; a wrong name or type is a fault in any.
+    Raises ConfigError with every fault.
     """
     screened, faults = _screen(overrides, folder)
     tree = _compose(screened, faults, folder)
@@ -71,7 +78,8 @@ def compose_config(
     faults += wrong
     bad = {fault.key for fault in faults}
     if strict and "exp" not in bad:  # an experiment in the wrong place has set nothing that could be judged
-        faults += [fault for fault in check(cfg, world) if fault.key not in bad]
+        found = [fault for fault in check(cfg, world) if fault.key not in bad]
+        faults += [fault for fault in found if not only or fault.key.split(".")[0] in only]
     if faults:
         raise ConfigError(faults)
     return cfg

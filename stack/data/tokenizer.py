@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import urllib.error
-import urllib.request
 from collections.abc import Iterable
 from pathlib import Path
 from typing import cast
@@ -16,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from stack.data.chunks import cut_text, safe_cut
+from stack.dist.network import hub_reachable
 from stack.errors import ConfigError, DataError, Fault
 
 END_OF_TEXT = "<|endoftext|>"
@@ -128,7 +126,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             ) from error
     if Path(path).is_absolute() or path.startswith((".", "~")):
         raise DataError(_explain(path, "there is no such folder"))
-    if not _hub_answers():
+    if not hub_reachable():
         raise DataError(
             _explain(path, "it is no local folder, not in the cache, and the hub cannot be reached")
         )
@@ -145,21 +143,6 @@ def check_vocabulary(encoder: TextEncoder, model_vocab: int | None, key: str, va
         raise ConfigError(
             [Fault(key, value, want, "use the model's own tokenizer, or a model with a larger vocabulary")]
         )
-
-
-def _hub_answers() -> bool:
-    """One try of 5 s: the hub's client would try 12 times, 48 s in all, before it says that there is no
-    network."""
-    if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
-        return False
-    request = urllib.request.Request(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), method="HEAD")
-    try:
-        urllib.request.urlopen(request, timeout=5).close()
-    except urllib.error.HTTPError:
-        return True  # it answered, if only with an error
-    except OSError:
-        return False
-    return True
 
 
 def _explain(path: str, what: str, error: Exception | None = None) -> str:

@@ -6,11 +6,7 @@ huggingface_hub alone retries for 23 s a file on a machine without a network; he
 from __future__ import annotations
 
 import json
-import socket
-import threading
 from pathlib import Path
-from urllib.parse import urlparse
-from urllib.request import getproxies
 
 from huggingface_hub import constants, hf_hub_download
 from huggingface_hub.errors import (
@@ -22,6 +18,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
+from stack.dist.network import hub_reachable
 from stack.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
@@ -67,7 +64,7 @@ def _download(path: str, name: str, optional: bool = False) -> Path | None:
         pass  # not in the cache: ask the network
     except HFValidationError as error:
         raise ModelError(f"model.path={path!r} is neither a folder here nor a hub name: {error}") from error
-    if not network_reachable():
+    if not hub_reachable():
         if optional:
             return None
         raise ModelError(
@@ -92,29 +89,6 @@ def _download(path: str, name: str, optional: bool = False) -> Path | None:
         ) from error
     except (HfHubHTTPError, OSError) as error:
         raise ModelError(f"model.path={path!r}: downloading {name} failed: {error}") from error
-
-
-def network_reachable(timeout_s: float = 3.0) -> bool:
-    """Whether the hub, or the proxy before it, accepts a connection within `timeout_s`."""
-    if constants.is_offline_mode():
-        return False
-    proxy = getproxies().get("https")
-    address = urlparse(proxy or constants.ENDPOINT)
-    port = address.port or (443 if address.scheme == "https" else 80)
-    answers: list[bool] = []
-
-    def connect() -> None:
-        try:
-            socket.create_connection((address.hostname or "", port), timeout=timeout_s).close()
-            answers.append(True)
-        except OSError:
-            answers.append(False)
-
-    # In a thread: a name server that does not answer ignores the socket's timeout.
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(timeout_s + 1.0)
-    return bool(answers) and answers[0]
 
 
 def _is_file_path(path: str) -> bool:

@@ -41,6 +41,9 @@ def _causal(
     """Attention inside one document. All tensors [1, heads or kv_heads, length, head_dim]."""
     length, repeats = query.shape[2], query.shape[1] // key.shape[1]
     if window is None or window >= length:
+        if query.is_cuda and query.dtype == torch.float32:
+            # The only fp32 kernel there that does not write out the square of scores takes no grouped heads.
+            key, value, repeats = *(part.repeat_interleave(repeats, dim=1) for part in (key, value)), 1
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scale, dropout_p=dropout, enable_gqa=repeats > 1
         )

@@ -11,14 +11,13 @@ from torch import Tensor
 class OffloadToHost(torch.autograd.graph.saved_tensors_hooks):
     """Context in which every tensor that autograd saves moves to host memory, and comes back when backward asks.
 
-    Tensors below `min_bytes` and model parameters stay where they are: parameters live in the ZeRO engine, and a copy of
-    one would be a stale copy. pin_memory: page-locked memory, for a copy that does not block the device; ignored on CPU
+    Model parameters stay where they are: they live in the ZeRO engine, and a copy of one would be a stale copy. pin_memory: page-locked memory, for a copy that does not block the device; ignored on CPU
     devices, where the copy is made all the same so that the same code runs.
     """
 
-    def __init__(self, pin_memory: bool, min_bytes: int = 1 << 16):
+    def __init__(self, pin_memory: bool):
         def pack(tensor: Tensor) -> Any:
-            if isinstance(tensor, torch.nn.Parameter) or tensor.numel() * tensor.element_size() < min_bytes:
+            if isinstance(tensor, torch.nn.Parameter):
                 return tensor
             pinned = pin_memory and tensor.device.type != "cpu"
             host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import traceback
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,8 +28,6 @@ from stack.engine.handle import Engine
 from stack.engine.zero_init import join_deepspeed, zero3_partitioner
 from stack.methods.pretrain import Pretrain
 from stack.models.build import BuiltModel, build_model
-from stack.ops.offload import OffloadToHost
-from stack.parallel import checkpointing
 from stack.parallel.apply import apply_parallelism
 from stack.parallel.shard_batch import shard_batch
 from tests.parity.cases import LAYOUTS, ParityCase
@@ -80,8 +77,6 @@ def assemble(cfg: RunConfig, topology: Topology, dtype: torch.dtype = torch.floa
 def assemble_both(
     cfg: RunConfig, topology: Topology, dtype: torch.dtype = torch.float32
 ) -> tuple[Engine, BuiltModel]:
-    # The hidden states of these models are too small to be worth offloading: nothing would be offloaded in any case.
-    checkpointing.OffloadToHost = partial(OffloadToHost, min_bytes=1)  # type: ignore[misc]
     join_deepspeed(topology)
     ds_config = build_ds_config(cfg, topology.world)
     stage = cfg.engine.stage

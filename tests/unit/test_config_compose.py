@@ -15,6 +15,7 @@ from stack.config.convert import as_dict, as_yaml, convert
 from stack.config.derive import REPO_ROOT
 from stack.config.schema import RunConfig
 from stack.engine.ds_config import build_ds_config
+from stack.errors import ConfigError
 
 RANKS = {
     "quickstart": 2,
@@ -183,3 +184,11 @@ def test_shown_settings_are_those_of_the_run(tmp_path: Path) -> None:
     arguments = ["+exp=qwen3_4b_1m", "optim.lr=3e-6"]
     shown = _start(["--cfg", "job", *arguments], tmp_path).stdout.rpartition("heavy:")[0]
     assert convert(yaml.safe_load(shown)) == (compose_config(arguments), [])
+
+
+def test_a_command_that_reads_some_sections_judges_no_others() -> None:
+    """launch/prepare.py needs neither a length of the run nor ranks."""
+    broken = ["schedule.steps=null", "data.micro_batch=0"]
+    with pytest.raises(ConfigError) as caught:
+        compose_config(["+exp=quickstart", *broken], only=("data", "model"))
+    assert [fault.key for fault in caught.value.faults] == ["data.micro_batch"]

@@ -95,6 +95,7 @@ BROKEN: list[tuple[list[str], str, str]] = [
     (["engine=zero3_nvme"], "engine.nvme_path", "NVMe"),
     (["engine=zero3_nvme", "engine.nvme_path=/no/such/disk"], "engine.nvme_path", "exists"),
     (["engine.cpu_optimizer=deepspeed"], "engine.cpu_optimizer", "on the host"),
+    (["engine.precision=fp16", "engine.stage=0"], "engine.stage", "never multiplied in"),
     (["engine.precision=fp16", "site=cpu"], "engine.precision", "refuses fp16"),
     (["engine.ds_config=nowhere.json"], "engine.ds_config", "can be read"),
     (["engine.ds_config=README.md"], "engine.ds_config", "JSON"),

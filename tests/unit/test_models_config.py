@@ -15,8 +15,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from stack.config.schema import ModelConfig, RopeConfig
+from stack.dist import network
 from stack.errors import ConfigError, ModelError
-from stack.models import hub
 from stack.models.attention import attention_faults
 from stack.models.build import build_model, prepare_model
 from stack.models.config import read_architecture
@@ -96,15 +96,15 @@ def test_what_is_neither_folder_nor_hub_name() -> None:
 
 def test_whether_the_network_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "is_offline_mode", lambda: False)
-    monkeypatch.setattr(hub, "getproxies", dict)
+    monkeypatch.setattr(network, "getproxies", dict)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
-        assert hub.network_reachable()
-        monkeypatch.setattr(hub, "getproxies", lambda: {"https": f"http://127.0.0.1:{port}"})
+        assert network.hub_reachable()
+        monkeypatch.setattr(network, "getproxies", lambda: {"https": f"http://127.0.0.1:{port}"})
         monkeypatch.setattr(constants, "ENDPOINT", "https://hub.invalid")
-        assert hub.network_reachable()
-    assert not hub.network_reachable()
+        assert network.hub_reachable()
+    assert not network.hub_reachable()
 
 
 @pytest.mark.parametrize(
