@@ -78,6 +78,7 @@ def run_ranks(cfg: RunConfig, topology: Topology, ds_config: dict[str, Any]) -> 
     """What all ranks do together."""
     # DeepSpeed takes its device when it is imported, so not before `choose_device`.
     from stack.engine.build import build_engine
+    from stack.engine.build_ops import build_ops
     from stack.engine.zero_init import join_deepspeed, zero3_partitioner
     from stack.parallel.apply import apply_parallelism
 
@@ -92,6 +93,7 @@ def run_ranks(cfg: RunConfig, topology: Topology, ds_config: dict[str, Any]) -> 
     loader = make_loader(cfg, store, topology)
     total_steps = derive.total_steps(cfg.schedule, loader.steps_per_epoch)
     join_deepspeed(topology)
+    build_ops(ds_config, topology, tell)
     partition = zero3_partitioner(ds_config, DTYPES[cfg.engine.precision]) if cfg.engine.stage == 3 else None
     built = fill_model(blank, partition)
     remarks = apply_parallelism(
