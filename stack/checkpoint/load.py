@@ -50,7 +50,7 @@ def find_checkpoint(folder: Path, resume: str, tell: Callable[[str], None]) -> C
             )
         return None
     if resume != "auto":
-        path = Path(resume).resolve()
+        path = Path(resume).expanduser().resolve()
         return Checkpoint(path, read_manifest(path))
     return _newest_complete(folder, own, tell)
 
@@ -80,7 +80,7 @@ def check_layout(checkpoint: Checkpoint, layout: dict[str, Any]) -> None:
         raise CheckpointError(
             f"{checkpoint.path} was saved under another layout ({'; '.join(differing)}). Fix: start with the saved values, "
             "or begin a new run from its weights: finish it under the saved values, which writes its Hugging Face folder "
-            "`hf`, then set `name` to a new name and `model.path` to that folder"
+            "`hf`, then set `name` to a new name, `model.path` to that folder and `model.init` to pretrained"
         )
 
 

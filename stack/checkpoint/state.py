@@ -93,12 +93,14 @@ def restore_random_state(states: dict[str, Any], device: torch.device) -> None:
 
 
 def model_fingerprint(model: nn.Module) -> dict[str, Any]:
-    """Number of parameters and a hash of their names and full shapes, the same for sharded and whole parameters."""
-    digest, total = hashlib.sha256(), 0
+    """Number of parameters, and of frozen ones, and a hash of their names, full shapes and which are frozen: the same for
+    sharded and whole parameters."""
+    digest, total, frozen = hashlib.sha256(), 0, 0
     for name, parameter in sorted(model.named_parameters()):
         shape = tuple(
             getattr(parameter, "ds_shape", parameter.shape)
         )  # ZeRO-3 keeps the full shape beside the shard
-        digest.update(f"{name}{shape};".encode())
-        total += int(np.prod(shape, dtype=np.int64))
-    return {"parameters": total, "hash": digest.hexdigest()[:16]}
+        digest.update(f"{name}{shape}{'' if parameter.requires_grad else ' frozen'};".encode())
+        numel = int(np.prod(shape, dtype=np.int64))
+        total, frozen = total + numel, frozen + (0 if parameter.requires_grad else numel)
+    return {"parameters": total, "frozen": frozen, "hash": digest.hexdigest()[:16]}

@@ -62,6 +62,11 @@ def _parallel(cfg: RunConfig, world: int | None) -> Iterator[Fault]:
         yield Fault("data.seq_len", cfg.data.seq_len, want, f"data.seq_len={sp * 128}")
 
 
+def _any_file(path: Path) -> bool:
+    """A name that exists as it stands may hold what a pattern would take for a wildcard."""
+    return path.exists() or bool(glob.glob(str(path), recursive=True))
+
+
 def _text(cfg: RunConfig) -> Iterator[Fault]:
     data, key = cfg.data, "data.path"
     if data.source in ("text", "jsonl"):
@@ -69,7 +74,7 @@ def _text(cfg: RunConfig) -> Iterator[Fault]:
         if not data.path:
             want = f"a file, folder or pattern of {kind} for data.source={data.source}"
             yield Fault(key, data.path, want, f"{key}=FOLDER")
-        elif not glob.glob(str(Path(data.path).expanduser()), recursive=True):
+        elif not _any_file(Path(data.path).expanduser()):
             want = f"{kind} that exist, seen from {Path.cwd()}"
             yield Fault(key, data.path, want, "check the path; quote patterns")
     elif data.path is not None:

@@ -107,8 +107,8 @@ class DataConfig:
     divide is padded with ignored positions."""
 
     packing: Literal["concat", "document"] = "concat"
-    """`concat`: documents joined end to end and cut every `seq_len` tokens, nothing dropped but the last
-    partial row; `document`: one document a row, a longer one cut into several rows. Documents never attend to
+    """`concat`: documents joined end to end and cut every `seq_len` tokens, the last row padded and nothing
+    dropped; `document`: one document a row, a longer one cut into several rows. Documents never attend to
     each other."""
 
     append_eos: bool = True

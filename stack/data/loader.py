@@ -100,7 +100,7 @@ class Loader:
         if changed:
             raise DataError(
                 f"the saved position belongs to other rows: {'; '.join(changed)}. Fix: restore these settings and the same "
-                "text, or start a new run from the exported weights"
+                "text, or start a new run from the exported weights (model.path=FOLDER model.init=pretrained, another name)"
             )
         self._epoch, self._row = state["epoch"], state["row"]
         self._order = self._make_order()

@@ -66,7 +66,8 @@ def describe(store: TokenStore) -> str:
         tokens = info.num_tokens - (info.num_documents if info.eos_id is not None else 0)
         lines[0] += f", {info.text_bytes:,} bytes of text, {info.text_bytes / tokens:.2f} bytes a token"
         lines.append(
-            f"  end-of-text token: {'none' if info.eos_id is None else info.eos_id}; tokenizer: {store.tokenizer}"
+            f"  end-of-text token: {'none' if info.eos_id is None else info.eos_id}; "
+            f"tokenizer: {store.trained_tokenizer or 'the one that model.tokenizer or model.path names'}"
         )
     lines += [f"  {note}" for note in info.notes]
     for reason, entry in info.dropped.items():

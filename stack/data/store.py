@@ -85,6 +85,11 @@ class TokenStore:
             raise DataError(_damaged(folder, str(error))) from error
 
     @property
+    def trained_tokenizer(self) -> str | None:
+        """Folder of the tokenizer that was trained on this text; None if it is the model's or there is none."""
+        return self.tokenizer if self.info.tokenizer == TOKENIZER else None
+
+    @property
     def tokenizer(self) -> str | None:
         """Folder or hub name of the tokenizer, None if the source made ids."""
         inside = self.info.tokenizer == TOKENIZER

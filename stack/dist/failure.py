@@ -45,6 +45,9 @@ def clear_errors() -> Iterator[None]:
             sys.stdout.flush()
             print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(_exit_code(error)) from None
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr, flush=True)
+        raise SystemExit(130) from None  # as shells say it of SIGINT
 
 
 @contextmanager

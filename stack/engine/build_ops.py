@@ -45,7 +45,8 @@ def _tell_still(tell: Callable[[str], None], name: str, seconds: float) -> None:
 
 
 def _build(name: str, setting: str, tell: Callable[[str], None]) -> None:
-    builder = get_accelerator().create_op_builder(name)
+    accelerator = get_accelerator()
+    builder = accelerator.create_op_builder(name) if accelerator is not None else None
     needs = "Fix: install a C++ compiler, and for NVMe the headers of libaio (Debian: g++ and libaio-dev)"
     if builder is None or not builder.is_compatible(verbose=False):
         raise LaunchError(f"{setting} needs DeepSpeed's {name}, which cannot be built here. {needs}")

@@ -130,9 +130,14 @@ class Engine:
 
     def load(self, folder: Path, tag: str) -> dict[str, Any]:
         """Read what `save` wrote, at the same number of ranks and stage. Returns the client state."""
+        groups = self._engine.optimizer.param_groups
+        asked = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         path, client_state = self._engine.load_checkpoint(str(folder), tag=tag)
         if path is None:
             raise CheckpointError(f"DeepSpeed found no checkpoint {tag!r} in {folder}")
+        # The checkpoint brings its own betas, eps and weight decay along; this run's settings are those of its config.
+        for group, settings in zip(self._engine.optimizer.param_groups, asked, strict=True):
+            group.update(settings)
         return client_state
 
     def close(self) -> None:

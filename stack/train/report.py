@@ -103,7 +103,7 @@ def _next_steps(places: dict[str, Path], wandb_offline: bool) -> list[str]:
         )
     if "checkpoints" in places:
         steps.append(
-            "  go on longer:   the same command with a larger schedule.steps (resumes from the checkpoint)"
+            "  go on longer:   the same command with more schedule.steps or schedule.epochs (resumes from the checkpoint)"
         )
     if wandb_offline:
         steps.append(f"  send to W&B:    wandb sync {places['run folder'] / 'wandb' / 'offline-run-*'}")

@@ -205,6 +205,8 @@ def judge_model(cfg: RunConfig, topology: Topology) -> BlankModel:
         reads_weights=topology.is_main or not sharded,
     )
     if topology.is_main:
+        drawn = f"drawn from seed {cfg.seed} (model.init=scratch)"
+        tell(f"weights: {drawn if cfg.model.init == 'scratch' else f'read from {blank.built.folder}'}")
         for note in blank.built.notes:
             tell(note)
     topology.barrier()  # no rank goes on to the collectives of building before all have found the model sound
@@ -347,7 +349,9 @@ def finish(
 ) -> None:
     """The Hugging Face folder, the curve, and where everything is."""
     if cfg.checkpoint.export:
-        tokenizer = load_tokenizer(store.tokenizer) if store.tokenizer and topology.is_main else None
+        # The store may have been made by a run that knew the same tokenizer by another path.
+        path = store.trained_tokenizer or cfg.model.tokenizer or cfg.model.path
+        tokenizer = load_tokenizer(path) if store.tokenizer and path and topology.is_main else None
         dtype = DTYPES[cfg.engine.precision]
         export_hf(built, engine.named_full_parameters(), folder.model, dtype, tokenizer, topology.is_main)
     if topology.is_main:

@@ -266,3 +266,11 @@ def test_fingerprint_is_the_same_for_shards_and_differs_by_name_and_shape() -> N
         torch.nn.Sequential(torch.nn.Linear(3, 4)),
     ]
     assert len({model_fingerprint(model)["hash"] for model in [whole, *others]}) == 4
+
+
+def test_frozen_parameters_are_part_of_the_fingerprint() -> None:
+    """DeepSpeed's states hold what is trained: under another selection they do not load, and say so late and obscurely."""
+    free, frozen = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    frozen.bias.requires_grad_(False)
+    assert model_fingerprint(frozen)["frozen"] == 2
+    assert model_fingerprint(free)["hash"] != model_fingerprint(frozen)["hash"]

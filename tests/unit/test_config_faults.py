@@ -235,3 +235,10 @@ def test_a_fault_of_the_file_does_not_hide_those_of_the_command_line(tmp_path: P
     (tmp_path / "exp" / "mine.yaml").write_text(f"{HEAD}name: [")
     faults = _faults(["+exp=mine", "optim.lrr=1"], folder=tmp_path)
     assert [fault.key for fault in faults] == ["optim.lrr", str(tmp_path / "exp" / "mine.yaml")]
+
+
+def test_a_folder_whose_name_looks_like_a_pattern(tmp_path: Path) -> None:
+    folder = tmp_path / "b[1]"
+    folder.mkdir()
+    (folder / "a.txt").write_text("text")
+    compose_config([BASE, "data=text", f'data.path="{folder}"'])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from stack.dist.env import RankEnv, apply_rank_env, read_rank_env
+from stack.dist.failure import clear_errors
 from stack.dist.node_list import expand_node_list
 from stack.errors import LaunchError
 
@@ -162,3 +163,10 @@ def test_apply_makes_every_launcher_look_the_same(monkeypatch: pytest.MonkeyPatc
     apply_rank_env(env)
     again = read_rank_env(os.environ)
     assert (again.rank, again.world, again.local_world, again.addr, again.port) == (2, 4, 2, "node1", 23456)
+
+
+def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught, clear_errors():
+        raise KeyboardInterrupt
+    assert caught.value.code == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
