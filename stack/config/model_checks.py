@@ -73,7 +73,10 @@ def _positions(cfg: RunConfig) -> Iterator[Fault]:
         yield Fault("model.rope.factor", rope.factor, want, fix)
     elif model.init == "scratch":
         want = f"at most the {reach} positions of the model's config"
-        yield Fault("data.seq_len", seq_len, want, f"model.architecture.max_position_embeddings={seq_len}")
+        fix = f"model.architecture.max_position_embeddings={seq_len}"
+        if model.path is not None:  # its folder's config wins over the architecture named here
+            fix = f"model.rope.scaling=yarn, or data.seq_len={reach}"
+        yield Fault("data.seq_len", seq_len, want, fix)
     else:
         want = f"a way to reach data.seq_len={seq_len} from the {reach} positions that the model covers"
         fix = f"model.rope.scaling=yarn, or data.seq_len={reach}"

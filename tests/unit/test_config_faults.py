@@ -67,6 +67,7 @@ BROKEN: list[tuple[list[str], str, str]] = [
     (["model.path=''"], "model.path", "hub name"),
     (["model.freeze=['*']"], "model.freeze", "something to train"),
     (["data.seq_len=32768"], "data.seq_len", "max_position_embeddings=32768"),
+    (["data.seq_len=32768", "model.path=some/model"], "data.seq_len", "model.rope.scaling=yarn"),
     (["model=qwen3_8b", "data.seq_len=65536"], "model.rope.scaling", "model.rope.scaling=yarn"),
     (["model.rope={scaling: yarn, factor: 1.5}", "data.seq_len=65536"], "model.rope.factor", "at least 4"),
     (["model.rope.factor=4"], "model.rope.factor", "takes none"),
