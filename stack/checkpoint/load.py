@@ -51,7 +51,12 @@ def find_checkpoint(folder: Path, resume: str, tell: Callable[[str], None]) -> C
         return None
     if resume != "auto":
         path = Path(resume).expanduser().resolve()
-        return Checkpoint(path, read_manifest(path))
+        try:
+            return Checkpoint(path, read_manifest(path))
+        except CheckpointError as error:
+            inside = step_folders(path) or step_folders(path / "checkpoints")
+            hint = f". Fix: name one checkpoint, such as checkpoint.resume={inside[0]}" if inside else ""
+            raise CheckpointError(f"{error}{hint}") from error
     return _newest_complete(folder, own, tell)
 
 

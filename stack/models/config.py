@@ -27,18 +27,6 @@ _ALSO_READ = {
 }
 """Fields of published configs that are read though a config class may not declare them."""
 
-_COMPARED = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "tie_word_embeddings",
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
@@ -140,8 +128,9 @@ def _from_fields(fields: dict[str, Any]) -> PretrainedConfig:
 def _differences(architecture: dict[str, Any], config: PretrainedConfig) -> tuple[str, ...]:
     found = [
         f"{name} {architecture[name]!r} -> {getattr(config, name, None)!r}"
-        for name in _COMPARED
-        if name in architecture and getattr(config, name, None) != architecture[name]
+        for name, value in architecture.items()
+        # What is nested, or kept elsewhere by the config class, such as the rotary base, is judged where it is used.
+        if isinstance(value, str | int | float) and getattr(config, name, value) != value
     ]
     return (f"the folder's config replaces model.architecture: {', '.join(found)}",) if found else ()
 

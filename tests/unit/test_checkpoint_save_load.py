@@ -274,3 +274,10 @@ def test_frozen_parameters_are_part_of_the_fingerprint() -> None:
     frozen.bias.requires_grad_(False)
     assert model_fingerprint(frozen)["frozen"] == 2
     assert model_fingerprint(free)["hash"] != model_fingerprint(frozen)["hash"]
+
+
+def test_a_runs_folder_in_place_of_a_checkpoint_names_the_newest(tmp_path: Path) -> None:
+    for step in (3, 5):
+        (tmp_path / "run" / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"Fix: name one checkpoint, .*step_000005$"):
+        find_checkpoint(tmp_path / "other", str(tmp_path / "run"), print)
