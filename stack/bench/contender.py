@@ -15,12 +15,9 @@ from stack.engine.build import build_engine
 from stack.engine.ds_config import build_ds_config
 from stack.engine.zero_init import join_deepspeed, zero3_partitioner
 from stack.methods import build_method
-from stack.models.build import BuiltModel, build_model
+from stack.models.build import DTYPES, BuiltModel, build_model
 from stack.parallel.apply import apply_parallelism
 from stack.parallel.shard_batch import shard_batch
-from stack.patches import apply_patches
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Contender(Protocol):
@@ -51,7 +48,6 @@ class Contender(Protocol):
 
 def plain_model(cfg: RunConfig, topology: Topology) -> tuple[BuiltModel, dict[str, Any]]:
     """The unchanged transformers model with its weights sharded, and DeepSpeed's settings: the same for all contenders."""
-    apply_patches()
     join_deepspeed(topology)
     ds_config, dtype = build_ds_config(cfg, topology.world), DTYPES[cfg.engine.precision]
     partition: Callable[[nn.Module], None] | None = None

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from jaxtyping import Int
 from torch import Tensor
 
-IGNORE = -100
-"""Label of a position without a target; torch's and transformers' own value."""
+from stack.ops.token_loss import IGNORE
 
 
 @dataclass

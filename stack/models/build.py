@@ -28,6 +28,9 @@ from stack.models.safetensors_file import read_headers
 from stack.models.spec import ModelSpec, describe
 from stack.models.weights import WeightPlan, plan_weights
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""Type of the parameters by `engine.precision`."""
+
 
 @dataclass(frozen=True)
 class BuiltModel:

@@ -5,8 +5,7 @@ output and what backward needs besides (the log-sum-exp of each query's scores, 
 decides where they live. One key/value head with its query heads is worked on at a time, so the working set is that of
 one group.
 
-All tensors are views [heads, length, head_dim] of one document. `bounds` are document boundaries as in
-`ops.attention.sdpa_documents`.
+`bounds` are document boundaries as in `ops.attention.sdpa_documents`.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from typing import IO, Any
 
 import yaml
 
+from stack.config.convert import as_yaml
 from stack.config.schema import RunConfig
 from stack.errors import LaunchError
 
@@ -90,7 +91,7 @@ def write_config(folder: RunFolder, cfg: RunConfig, tell: Callable[[str], None])
         if changes:
             tell("settings that differ from the last start of this run: " + "; ".join(changes))
     part = folder.config.with_name("config.yaml.partial")
-    part.write_text(yaml.safe_dump(new, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    part.write_text(as_yaml(cfg), encoding="utf-8")
     os.replace(part, folder.config)
 
 

@@ -36,7 +36,8 @@ from stack.engine.ds_config import build_ds_config
 from stack.engine.schedule import lr_factor
 from stack.errors import ConfigError
 from stack.methods import build_method
-from stack.models.build import BlankModel, BuiltModel, check_positions, fill_model, prepare_model
+from stack.models.attention import attention_faults
+from stack.models.build import DTYPES, BlankModel, BuiltModel, check_positions, fill_model, prepare_model
 from stack.models.flops import hardware_flops, model_flops
 from stack.models.hub import fetch
 from stack.train.console import ConsoleHook, format_duration
@@ -51,8 +52,6 @@ from stack.train.wandb import WandbHook, wandb_mode
 
 if TYPE_CHECKING:
     from stack.engine.handle import Engine
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def run(cfg: RunConfig) -> None:
@@ -191,7 +190,9 @@ def seed_everything(seed: int) -> None:
 
 def judge_model(cfg: RunConfig, topology: Topology) -> BlankModel:
     """The model without values: everything that can be wrong with it is found here."""
-    path = cfg.model.path
+    path, dtype = cfg.model.path, DTYPES[cfg.engine.precision]
+    if faults := attention_faults(cfg.model.attention, topology.device.type, dtype):
+        raise ConfigError(faults)
     sharded = cfg.engine.stage == 3
     if path is not None and cfg.model.init == "pretrained":
         # Rank 0 downloads, if need be; the others find it in the cache they share, or read nothing under ZeRO-3.
@@ -200,7 +201,7 @@ def judge_model(cfg: RunConfig, topology: Topology) -> BlankModel:
     blank = prepare_model(
         cfg.model,
         cfg.data.seq_len,
-        DTYPES[cfg.engine.precision],
+        dtype,
         cfg.seed,
         reads_weights=topology.is_main or not sharded,
     )
