@@ -14,6 +14,7 @@ of the machine hits all alike.
     live_bytes.py   bytes of live tensors, on the device and kept on the host
     calls.py        matrix products and attention calls of a step, their FLOPs, and the time each takes by itself
     traffic.py      bytes and seconds of each kind of communication
+    dry_run.py      the same bytes for a machine that is not there: what `launch/dry_run.py` starts
     measured.py     what comes from the ranks
     fit.py          fixed bytes + bytes a token; seconds a token + seconds a token squared
     summary.py      from measurements to the numbers of the report; report.py puts them on the console, into JSON and PNG

@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections.abc import Iterable
 from types import CodeType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class LiveBytes(TorchDispatchMode):
         self._known: dict[int, tuple[weakref.ref, int, bool]] = {}
         self._makers = _host_makers()
 
-    def __enter__(self) -> LiveBytes:
+    def __enter__(self) -> Self:
         gc.collect()
         # Their types are asked, not the objects: some packages have objects that load a module when looked at.
         existing = [item for item in gc.get_objects() if issubclass(type(item), Tensor | HostStore)]

@@ -7,16 +7,20 @@ itself is checked by the code that reads them.
 from __future__ import annotations
 
 import glob
+import importlib.util
 import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
+
 from stack.config import derive
+from stack.config.convert import below_open_key, known_keys, nearest_keys
 from stack.config.model_checks import model_faults
 from stack.config.ranges import range_faults
-from stack.config.schema import EngineConfig, RunConfig
+from stack.config.schema import EngineConfig, MemoryConfig, RunConfig
 from stack.errors import Fault
 
 
@@ -34,11 +38,12 @@ def check(cfg: RunConfig, world: int | None = None, device: str | None = None) -
         *_parallel(cfg, world),
         *model_faults(cfg, device),
         *_text(cfg),
-        *_memory(cfg),
+        *_memory(cfg, device),
         *_offload(cfg),
         *_engine(cfg, device),
         *_schedule(cfg),
         *_saving(cfg),
+        *_faults(cfg),
     ]
     # A value that is out of its range would only be complained about twice.
     return faults + [fault for fault in together if fault.key not in bad]
@@ -87,11 +92,39 @@ def _text(cfg: RunConfig) -> Iterator[Fault]:
         yield Fault("data.micro_batch", data.micro_batch, want, fix)
 
 
-def _memory(cfg: RunConfig) -> Iterator[Fault]:
+def _memory(cfg: RunConfig, device: str | None) -> Iterator[Fault]:
     if cfg.memory.offload and cfg.memory.checkpointing != "full" and not cfg.memory.lean:
         want = "false without checkpointing or lean layers: it is what they keep that is offloaded"
         fix = "memory.checkpointing=full, or memory.offload=false"
         yield Fault("memory.offload", True, want, fix)
+    yield from _spill(cfg.memory)
+    if cfg.memory.fused_kernels == "liger":
+        key = "memory.fused_kernels"
+        if device == "cpu":
+            yield Fault(key, "liger", "torch or none on the CPU: Liger's kernels need a GPU", f"{key}=auto")
+        elif device == "cuda" and importlib.util.find_spec("liger_kernel") is None:
+            want = "torch or none: liger_kernel is not installed"
+            yield Fault(key, "liger", want, f"pip install '.[liger]', or {key}=auto")
+
+
+def _spill(memory: MemoryConfig) -> Iterator[Fault]:
+    folder, bound = memory.spill_folder, memory.host_gib
+    if folder is None and bound is not None:
+        want = "null without memory.spill_folder, where what is beyond it would go"
+        yield Fault(
+            "memory.host_gib", bound, want, "memory.spill_folder=/local_nvme, or memory.host_gib=null"
+        )
+    if folder is None:
+        return
+    if not (memory.lean and memory.offload):
+        want = "null: only lean layers with memory.offload=true spill"
+        yield Fault("memory.spill_folder", folder, want, "memory=lean, or memory.spill_folder=null")
+    if bound is None:
+        want = "GiB of host memory a rank may use before memory.spill_folder is used"
+        yield Fault("memory.host_gib", None, want, "memory.host_gib=64")
+    if not Path(folder).expanduser().is_dir():
+        fix = "create it, or check the path"
+        yield Fault("memory.spill_folder", folder, "a folder that exists on this node", fix)
 
 
 def _offload(cfg: RunConfig) -> Iterator[Fault]:
@@ -183,11 +216,48 @@ def schedule_faults(cfg: RunConfig, steps: int) -> Iterator[Fault]:
 
 
 def _saving(cfg: RunConfig) -> Iterator[Fault]:
-    resume = cfg.checkpoint.resume
-    if resume not in ("auto", "none") and not Path(resume).expanduser().is_dir():
-        want = f"auto, none or the folder of a checkpoint that exists, seen from {Path.cwd()}"
-        yield Fault("checkpoint.resume", resume, want, "check the path")
+    weights, resume = cfg.checkpoint.weights_from, cfg.checkpoint.resume
+    if weights is not None and not Path(weights).expanduser().is_dir():
+        want = f"the folder of a checkpoint or of a Hugging Face model, seen from {Path.cwd()}"
+        yield Fault("checkpoint.weights_from", weights, want, "check the path")
+    if weights is not None and resume not in ("auto", "none"):
+        want = f"null beside checkpoint.resume={resume}, which brings weights along"
+        yield Fault("checkpoint.weights_from", weights, want, "give one of the two")
+    for name in cfg.checkpoint.force:
+        if name not in known_keys() and not below_open_key(name):
+            near = " or ".join(nearest_keys(name)) or "data.path"
+            yield Fault("checkpoint.force", name, "names of settings or of sections", f"did you mean {near}?")
+    yield from _kept_and_copied(cfg)
     if cfg.log.eval_every and not (cfg.log.eval_rows and cfg.data.eval_fraction):
         want = "0 while nothing is held out or evaluated"
         fix = "log.eval_every=0, or data.eval_fraction and log.eval_rows above 0"
         yield Fault("log.eval_every", cfg.log.eval_every, want, fix)
+
+
+def _kept_and_copied(cfg: RunConfig) -> Iterator[Fault]:
+    saved, measured = cfg.checkpoint, cfg.log.eval_every
+    if saved.keep_best and saved.best_metric != "loss" and saved.every % (measured or saved.every + 1):
+        want = f"0 unless {saved.best_metric} is measured at each saved step, which it is every {measured} steps (0: never)"
+        fix = f"log.eval_every={saved.every}, or checkpoint.best_metric=loss"
+        yield Fault("checkpoint.keep_best", saved.keep_best, want, fix)
+    if saved.upload is not None:
+        protocol = saved.upload.partition("://")[0] if "://" in saved.upload else ""
+        try:
+            fsspec.get_filesystem_class(protocol or "none")
+        except (ValueError, ImportError) as error:
+            want = f"an address such as s3://BUCKET/FOLDER that fsspec can open ({error})"
+            fix = "pip install 's3fs' for s3, 'gcsfs' for gs; a folder is file:///FOLDER"
+            yield Fault("checkpoint.upload", saved.upload, want, fix)
+
+
+def _faults(cfg: RunConfig) -> Iterator[Fault]:
+    faults = cfg.faults
+    for key, policy in (("on_nonfinite", faults.on_nonfinite), ("on_spike", faults.on_spike)):
+        if policy == "rollback" and cfg.checkpoint.every == 0:
+            want = "skip or stop while checkpoint.every=0: there would be no checkpoint to go back to"
+            yield Fault(f"faults.{key}", policy, want, "checkpoint=regular, or faults=default")
+    if faults.on_spike != "skip" and faults.spike_factor == 0:
+        fix = "faults.spike_factor=3"
+        yield Fault(
+            "faults.on_spike", faults.on_spike, "skip while faults.spike_factor=0: none is found", fix
+        )

@@ -11,6 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from stack.config.schema_checkpoint import CheckpointConfig
+from stack.config.schema_faults import FaultsConfig
+
 
 @dataclass(kw_only=True)
 class RopeConfig:
@@ -164,8 +167,9 @@ class MemoryConfig:
     """Run each decoder block as two tiled halves around attention, which then runs forward once a step and not twice.
     Keeps a block's input, attention output and log-sum-exp. Models that do not fit it use the levers below instead."""
 
-    attention_groups: int = 0
-    """Key/value heads in one attention call of a lean block; fewer need less memory at once. 0: all of the rank."""
+    attention_heads: int = 0
+    """Query heads in one attention call of a lean block: the memory it works in falls with them. 0: as few as fill a
+    GPU, which are 131,072 queries over all heads of the call."""
 
     tiled_loss: bool = False
     """Compute head and loss in tiles of tokens, so that the logits never exist whole (at 131,072 local tokens
@@ -190,6 +194,16 @@ class MemoryConfig:
 
     pin_memory: bool = True
     """Use page-locked host memory for offload where there is a device; ignored on CPU ranks."""
+
+    host_gib: float | None = None
+    """GiB of host memory a rank uses for what lean layers keep. What is beyond it goes to `spill_folder`. None: no bound."""
+
+    spill_folder: str | None = None
+    """Folder on a local disk for what is beyond `host_gib`; its files have no names, so nothing is left behind."""
+
+    fused_kernels: Literal["auto", "none", "torch", "compiled", "liger"] = "auto"
+    """RMSNorm by one kernel of `torch`, or `compiled` by torch.compile; `liger` (GPU, pip install '.[liger]') has rotary
+    and SwiGLU too. They round less often than the model's own. `auto`: torch on a GPU; none on the CPU."""
 
 
 @dataclass(kw_only=True)
@@ -284,28 +298,6 @@ class ScheduleConfig:
 
 
 @dataclass(kw_only=True)
-class CheckpointConfig:
-    """Saving and resuming."""
-
-    every: int = 0
-    """Optimizer steps between checkpoints. 0: only at the end."""
-
-    keep: int = 2
-    """Newest checkpoints kept; older ones are deleted after a new one is complete. 0: all."""
-
-    resume: str = "auto"
-    """`auto`: the newest complete checkpoint of this run's folder, or a fresh start, said aloud; `none`: a
-    fresh start, refused if the folder holds checkpoints; else the path of a checkpoint, refused if it is
-    missing or incomplete."""
-
-    final: bool = True
-    """Save a checkpoint at the end of the run, so that it can be continued."""
-
-    export: bool = True
-    """Write a Hugging Face folder at the end of the run."""
-
-
-@dataclass(kw_only=True)
 class LogConfig:
     """What is shown and kept of a run."""
 
@@ -385,6 +377,9 @@ class RunConfig:
 
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """What is saved, and where a start goes on from."""
+
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
+    """What happens to hung ranks, and to steps that would spoil the run."""
 
     log: LogConfig = field(default_factory=LogConfig)
     """What is shown, evaluated and sent to W&B."""

@@ -24,9 +24,10 @@ class LeanNames:
 
 @dataclass(frozen=True)
 class Family:
-    """Attribute names inside a model: the list of blocks in the body, and the two halves of a block."""
+    """Attribute names inside a model: the list of blocks in the body, the norm behind them, and the two halves of a block."""
 
     blocks: str = "layers"
+    final_norm: str = "norm"
     attention: str = "self_attn"
     mlp: str = "mlp"
     lean: LeanNames | None = None
@@ -36,7 +37,7 @@ class Family:
 DEFAULT = Family()
 
 FAMILIES: dict[str, Family] = {
-    "gpt_neox": Family(attention="attention"),
+    "gpt_neox": Family(attention="attention", final_norm="final_layer_norm"),
     **{name: Family(lean=LeanNames()) for name in ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")},
 }
 """By `model_type` of the Hugging Face config."""

@@ -83,6 +83,11 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
+def final_norm(model: nn.Module) -> nn.Module | None:
+    """The norm between the last layer and the head, or None where the family's name for it does not fit."""
+    return getattr(body(model), family_of(_model_type(model)).final_norm, None)
+
+
 def attentions(model: nn.Module) -> list[nn.Module]:
     """The attention module of each layer."""
     return _halves(model, family_of(_model_type(model)).attention)

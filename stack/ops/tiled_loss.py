@@ -76,22 +76,25 @@ def _tile_loss(
         logits = logits.div_(options.softcap).tanh_().mul_(options.softcap)
     has_target = labels != IGNORE
     target = labels.clamp_min(0)[:, None]
-    log_z = torch.logsumexp(logits, dim=-1)
     smoothing = options.label_smoothing
-    losses = log_z - (1.0 - smoothing) * logits.gather(1, target).squeeze(1)
+    losses = (smoothing - 1.0) * logits.gather(1, target).squeeze(1)
     if smoothing:
         losses -= smoothing * logits.mean(dim=-1)
+    # Slope of the soft cap, from its output: 1 - (y / c)^2.
+    slope = 1.0 - (logits / options.softcap).square() if options.softcap and with_grad else None
+    # Softmax in place: exp is taken once, for the loss and for its gradient, and no second tile is held.
+    highest = logits.amax(dim=-1, keepdim=True)
+    grad = logits.sub_(highest).exp_()
+    total = grad.sum(dim=-1, keepdim=True)
+    log_z = (total.log() + highest).squeeze(1)
+    losses += log_z
     if options.z_loss:
         losses += options.z_loss * log_z.square()
-    total = losses.masked_fill(~has_target, 0.0).sum()
+    loss = losses.masked_fill(~has_target, 0.0).sum()
     if not with_grad:
-        return total, None
+        return loss, None
 
-    # Slope of the soft cap, from its output: 1 - (y / c)^2.
-    slope = 1.0 - (logits / options.softcap).square() if options.softcap else None
-    grad = torch.exp(logits.sub_(log_z[:, None]))
-    if options.z_loss:
-        grad *= 1.0 + 2.0 * options.z_loss * log_z[:, None]
+    grad *= (1.0 + 2.0 * options.z_loss * log_z[:, None]) / total
     if smoothing:
         grad -= smoothing / grad.shape[1]
     grad.scatter_add_(1, target, torch.full_like(target, smoothing - 1.0, dtype=grad.dtype))
@@ -99,7 +102,7 @@ def _tile_loss(
         grad *= slope
     if options.logit_scale != 1.0:
         grad *= options.logit_scale
-    return total, grad.masked_fill_(~has_target[:, None], 0.0)
+    return loss, grad.masked_fill_(~has_target[:, None], 0.0)
 
 
 def tiled_token_loss_sum(
@@ -107,7 +110,7 @@ def tiled_token_loss_sum(
 ) -> Tensor:
     """Sum of the token losses, `tile` tokens at a time; same shapes and result as `reference.token_loss_sum`.
 
-    Beside its inputs it holds one tile of fp32 logits (twice), a gradient like `hidden` and an fp32 gradient like
+    Beside its inputs it holds one tile of fp32 logits, a gradient like `hidden` and an fp32 gradient like
     `weight` until backward.
     """
     if tile < 1:

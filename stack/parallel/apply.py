@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import cast
 
 from torch import nn
@@ -11,9 +12,18 @@ from stack.config.schema import MemoryConfig
 from stack.dist.topology import Topology
 from stack.models import spec
 from stack.parallel.checkpointing import checkpoint_blocks
+from stack.parallel.fused import install_fused, rms_norms
 from stack.parallel.lean import install_lean, lean_obstacle
-from stack.parallel.tiling import install_head_loss, tile_mlps
+from stack.parallel.tiling import install_head_loss, tile_final_norm, tile_mlps
 from stack.parallel.ulysses import AttentionSettings, install_attention
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What was done. lean: the blocks run as lean layers. remarks: for the start-up summary."""
+
+    lean: bool
+    remarks: list[str]
 
 
 def apply_parallelism(
@@ -23,25 +33,31 @@ def apply_parallelism(
     attention: str,
     stage: int,
     topology: Topology,
-) -> list[str]:
-    """Change `model` in place, as an instance, before the engine wraps it. Returns remarks for the start-up summary.
+) -> Applied:
+    """Change `model` in place, as an instance, before the engine wraps it.
 
-    The order: attention first, since the config it edits is read by everything; then the blocks, as lean layers or with
-    the generic levers: their tiled parts before the checkpointing around them, since a checkpointed block has to run the
-    tiled parts when it runs again; the head last, as it stands outside the blocks.
+    The order: attention first, since the config it edits is read by everything; then fused kernels, which all around them
+    have to call; then the blocks, as lean layers or with the generic levers: their tiled parts before the checkpointing
+    around them, since a checkpointed block has to run the tiled parts when it runs again; the final norm and the head last,
+    as they stand outside the blocks.
     """
     blocks, attentions = spec.blocks(model), spec.attentions(model)
     obstacle = lean_obstacle(blocks, model_spec.family, model.config) if memory.lean else None
     lean = memory.lean and obstacle is None
     settings = AttentionSettings(attention, topology.sp, topology.sp_rank, topology.sp_group, lean)
     install_attention(attentions, model.config, settings)
+    mlps = spec.mlps(model)
+    remarks = install_fused(rms_norms(model), mlps, attentions, memory.fused_kernels, topology.device)
     if lean:
         install_lean(blocks, attentions, settings, model_spec.family, memory, stage)
     else:
         if memory.tiled_mlp:
-            tile_mlps(spec.mlps(model), memory.mlp_tile, stage)
+            tile_mlps(mlps, memory.mlp_tile, stage)
         if memory.checkpointing == "full":
             checkpoint_blocks(blocks, memory.offload, memory.pin_memory)
+    final_norm = spec.final_norm(model)
+    if (lean or memory.tiled_mlp) and final_norm is not None:
+        tile_final_norm(final_norm, memory.mlp_tile)
     install_head_loss(
         spec.head(model),
         memory.loss_tile if memory.tiled_loss else None,
@@ -49,7 +65,9 @@ def apply_parallelism(
         model_spec.softcap or 0.0,
     )
     _let_gradients_reach_all_blocks(model)
-    return [f"not a lean layer, the generic levers serve: {obstacle}"] if obstacle else []
+    if obstacle:
+        remarks.append(f"not a lean layer, the generic levers serve: {obstacle}")
+    return Applied(lean, remarks)
 
 
 def _let_gradients_reach_all_blocks(model: nn.Module) -> None:

@@ -83,7 +83,7 @@ def put_heads(buffer: Tensor, part: slice, first: int, heads: Tensor, index: lis
     heads: [rows, num_heads, tile, dim]. part: the tile's positions. first: place of these heads among those of a rank.
     index: which heads go, in the order of the ranks; None: all, divided evenly.
     """
-    if index is not None:
+    if index is not None and index != list(range(heads.shape[1])):
         heads = heads[:, index]
     sp, (rows, num, tile, dim) = buffer.shape[0], heads.shape
     local = num // sp

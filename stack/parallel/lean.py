@@ -15,6 +15,7 @@ levers (`lean_obstacle` says why). Under ZeRO-3 the block is a leaf: gathered on
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,17 +40,21 @@ from stack.parallel.exchange import (
 from stack.parallel.kernels import make_kernel
 from stack.parallel.ulysses import AttentionSettings, QkvReady
 
+QUERIES_A_CALL = 131_072
+"""Queries over all heads of one attention call, unless the settings say heads: with 128 queries a block that is 1,024
+blocks, some for each of the 132 processors of an H100, so that a longer call would be no faster."""
+
 
 @dataclass
 class Lean:
-    """One block and its settings. tile: tokens; attention_groups: key/value heads in one attention call, 0 for all."""
+    """One block and its settings. tile: tokens; attention_heads: see `MemoryConfig.attention_heads`."""
 
     block: nn.Module
     names: LeanNames
     attention: nn.Module
     settings: AttentionSettings
     tile: int
-    attention_groups: int
+    attention_heads: int
     store: HostStore
 
 
@@ -69,7 +74,8 @@ class Call:
 class Rows:
     """Whole rows of this rank's heads, [rows, heads_local, seq, dim], and the way back.
 
-    query, key and value are parts of `whole`. num_kv: of the model.
+    query, key and value are parts of `whole`. num_kv: of the model. tile: the slice's own q, k and v with their graph, where
+    it is a single tile and gradients are recorded.
     """
 
     whole: Tensor
@@ -79,6 +85,7 @@ class Rows:
     plan: HeadPlan
     num_kv: int
     kernel: AttentionKernel
+    tile: QkvReady | None
 
 
 def install_lean(
@@ -92,11 +99,11 @@ def install_lean(
     """Change the forward of each block instance. The attention modules must hold `settings` already, with `lean` set."""
     names = family_of(family).lean
     assert names is not None, "ask lean_obstacle first"
-    store = HostStore(memory.offload, memory.pin_memory)
+    store = HostStore.of(memory)
     for block, attention in zip(blocks, attentions, strict=True):
         if stage == 3:
             set_z3_leaf_module(block, True)
-        lean = Lean(block, names, attention, settings, memory.mlp_tile, memory.attention_groups, store)
+        lean = Lean(block, names, attention, settings, memory.mlp_tile, memory.attention_heads, store)
         block.forward = _lean_forward(lean)
 
 
@@ -170,37 +177,48 @@ def _second_half(lean: Lean, hidden: Tensor, mixed: Tensor) -> Tensor:
 
 
 def _heads_of_rows(lean: Lean, call: Call, hidden: Tensor) -> Rows:
-    """q, k and v of all tiles, in one exchange."""
+    """q, k and v of all tiles, in one exchange; autograd sees neither the buffers nor the exchange."""
     settings, buffer, plan, ready = lean.settings, None, None, None
-    for part in _tiles(hidden.shape[1], lean.tile):
+    parts = _tiles(hidden.shape[1], lean.tile)
+    for part in parts:
         ready = _first_half(lean, call, hidden[:, part], part)
         rows, num_q, _, dim = ready.query.shape
         if buffer is None or plan is None:
             plan = plan_heads(num_q, ready.key.shape[1], settings.sp, settings.sp_rank)
             heads_local = plan.num_q_local + 2 * plan.num_kv_local
             buffer = ready.query.new_empty(settings.sp, rows, hidden.shape[1], heads_local, dim)
-        put_heads(buffer, part, 0, ready.query)
-        put_heads(buffer, part, plan.num_q_local, ready.key, plan.kv_index)
-        put_heads(buffer, part, plan.num_q_local + plan.num_kv_local, ready.value, plan.kv_index)
+        put_heads(buffer, part, 0, ready.query.detach())
+        put_heads(buffer, part, plan.num_q_local, ready.key.detach(), plan.kv_index)
+        put_heads(buffer, part, plan.num_q_local + plan.num_kv_local, ready.value.detach(), plan.kv_index)
     assert buffer is not None and plan is not None and ready is not None
     whole = whole_rows(exchange(buffer, settings.sp_group))
     query, key, value = whole.split([plan.num_q_local, plan.num_kv_local, plan.num_kv_local], dim=1)
     call.num_heads = ready.query.shape[1]
     kernel = make_kernel(settings.backend, call.cu_seqlens, query, ready.how)
-    return Rows(whole, query, key, value, plan, ready.key.shape[1], kernel)
+    tile = ready if len(parts) == 1 and torch.is_grad_enabled() else None
+    return Rows(whole, query, key, value, plan, ready.key.shape[1], kernel, tile)
 
 
-def _groups(at: Rows, size: int) -> list[tuple[slice | list[int], slice]]:
-    """(query heads, key/value heads) of each attention call. Query heads of one key/value head are never parted."""
-    num_q, num_kv = at.query.shape[1], at.key.shape[1]
-    if at.plan.q_to_kv is not None:  # uneven: one key/value head a call
-        return [
-            ([head for head, place in enumerate(at.plan.q_to_kv) if place == kv], slice(kv, kv + 1))
-            for kv in sorted(set(at.plan.q_to_kv))
-        ]
-    size, group = size or num_kv, num_q // num_kv
-    bounds = [(kv, min(kv + size, num_kv)) for kv in range(0, num_kv, size)]
-    return [(slice(first * group, last * group), slice(first, last)) for first, last in bounds]
+def _head_calls(at: Rows, size: int) -> list[tuple[slice, list[slice]]]:
+    """(key/value heads, query heads of each attention call on them), with at most `size` query heads a call.
+
+    One key/value head may take several calls; query heads of several share a call only where plain grouping holds.
+    """
+    (num_q, seq), num_kv = at.query.shape[1:3], at.key.shape[1]
+    size = size or math.ceil(QUERIES_A_CALL / seq)
+    group, owners = num_q // num_kv, at.plan.q_to_kv
+    step = 1 if owners is not None else max(1, size // group)
+    calls = []
+    for first in range(0, num_kv, step):
+        last = min(first + step, num_kv)
+        heads = range(first * group, last * group)
+        if owners is not None:
+            # In order; a key/value head that is here only to even out the exchange has no queries.
+            heads = [head for head, owner in enumerate(owners) if owner == first]
+        parts = [heads[place : place + size] for place in range(0, len(heads), size)]
+        if parts:
+            calls.append((slice(first, last), [slice(part[0], part[-1] + 1) for part in parts]))
+    return calls
 
 
 def _forward(lean: Lean, call: Call, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -209,11 +227,12 @@ def _forward(lean: Lean, call: Call, hidden: Tensor) -> tuple[Tensor, Tensor, Te
     rows, num_q, seq, dim = at.query.shape
     out = at.query.new_empty(rows, seq, num_q, dim).transpose(1, 2)
     lse: Tensor | None = None
-    for heads, kv in _groups(at, lean.attention_groups):
-        out[:, heads], found = at.kernel.forward(at.query[:, heads], at.key[:, kv], at.value[:, kv])
-        if found is not None:
-            lse = found.new_empty(rows, num_q, seq) if lse is None else lse
-            lse[:, heads] = found
+    for kv, parts in _head_calls(at, lean.attention_heads):
+        for heads in parts:
+            out[:, heads], found = at.kernel.forward(at.query[:, heads], at.key[:, kv], at.value[:, kv])
+            if found is not None:
+                lse = found.new_empty(rows, num_q, seq) if lse is None else lse
+                lse[:, heads] = found
     del at
     mixed = exchange(row_slices(out, lean.settings.sp), lean.settings.sp_group)
     mixed = mixed.permute(1, 2, 0, 3, 4).reshape(rows, hidden.shape[1], -1)
@@ -226,7 +245,7 @@ def _forward(lean: Lean, call: Call, hidden: Tensor) -> tuple[Tensor, Tensor, Te
 
 def _backward(lean: Lean, call: Call, kept: Kept, grad: Tensor, sums: ParamGrads) -> Tensor:
     """Gradient of the block's input, [rows, seq_local, hidden]; parameter gradients go to `sums`."""
-    hidden, mixed, *rest = kept.take()
+    hidden, mixed, *rest = kept.take(fetch_next=False)
     sp, num_heads = lean.settings.sp, call.num_heads
     (rows, seq_local), num_q, dim = hidden.shape[:2], num_heads // sp, mixed.shape[-1] // num_heads
     parts = _tiles(seq_local, lean.tile)
@@ -242,11 +261,16 @@ def _backward(lean: Lean, call: Call, kept: Kept, grad: Tensor, sums: ParamGrads
         put_heads(pair, part, num_q, found[1].view(rows, -1, num_heads, dim).transpose(1, 2))
     del mixed, inputs, found
     pair = whole_rows(exchange(pair, lean.settings.sp_group))
-    at = _heads_of_rows(lean, call, hidden)
+    # A single tile is run once for both its q, k, v and its backward; of several only one may be held at a time.
+    with torch.set_grad_enabled(len(parts) == 1):
+        whole_slice = hidden.detach().requires_grad_(len(parts) == 1)
+        at = _heads_of_rows(lean, call, whole_slice)
     _attention_backward(lean, at, pair, rest[0] if rest else None)
     del pair
+    # Not before: attention's backward is the peak of the step (at 1M tokens on 8 GPUs the next block's are 2 GiB).
+    lean.store.fetch_next()
     grads = exchange(row_slices(at.whole, sp), lean.settings.sp_group)
-    plan, num_kv, both = at.plan, at.num_kv, num_q + at.plan.num_kv_local
+    plan, num_kv, tile, both = at.plan, at.num_kv, at.tile, num_q + at.plan.num_kv_local
     del at
     for part in parts:
         tile_grads = [
@@ -255,29 +279,34 @@ def _backward(lean: Lean, call: Call, kept: Kept, grad: Tensor, sums: ParamGrads
             take_heads(grads, part, both, plan.num_kv_local, plan.kv_index, num_kv),
         ]
         with torch.enable_grad():
-            tile = hidden[:, part].detach().requires_grad_()
-            ready = _first_half(lean, call, tile, part)
-            (found,) = sums.backward([ready.query, ready.key, ready.value], [tile], tile_grads)
+            source = whole_slice if tile is not None else hidden[:, part].detach().requires_grad_()
+            ready = tile or _first_half(lean, call, source, part)
+            (found,) = sums.backward([ready.query, ready.key, ready.value], [source], tile_grads)
         grad_hidden[:, part] += found
     return grad_hidden
 
 
 def _attention_backward(lean: Lean, at: Rows, pair: Tensor, lse: Tensor | None) -> None:
-    """Write the gradients of q, k and v over q, k and v: a group's are not needed once it is done.
+    """Write the gradients of q, k and v over q, k and v, each once it is not read any more.
 
     pair: attention output and its gradient, [rows, 2 * heads_local, seq, dim].
     """
     out, grad_out = pair.chunk(2, dim=1)
-    groups = _groups(at, lean.attention_groups)
-    for heads, kv in groups:
-        at.query[:, heads], at.key[:, kv], at.value[:, kv] = at.kernel.backward(
-            grad_out[:, heads],
-            at.query[:, heads],
-            at.key[:, kv],
-            at.value[:, kv],
-            out[:, heads],
-            None if lse is None else lse[:, heads],
-        )
-    # Key/value heads sent here only to even out the exchange are in no group.
-    for kv in set(range(at.key.shape[1])).difference(*(range(kv.start, kv.stop) for _, kv in groups)):
+    calls = _head_calls(at, lean.attention_heads)
+    for kv, parts in calls:
+        key, value = at.key[:, kv], at.value[:, kv]
+        sums: list[Tensor] = []
+        for heads in parts:
+            scores = None if lse is None else lse[:, heads]
+            at.query[:, heads], *found = at.kernel.backward(
+                grad_out[:, heads], at.query[:, heads], key, value, out[:, heads], scores
+            )
+            if sums:  # in fp32: in bf16 the sum would be rounded at every call
+                found = [total.float().add_(one) for total, one in zip(sums, found, strict=True)]
+            sums = found
+            del found
+        key.copy_(sums[0])
+        value.copy_(sums[1])
+    # Key/value heads sent here only to even out the exchange are in no call.
+    for kv in set(range(at.key.shape[1])).difference(*(range(kv.start, kv.stop) for kv, _ in calls)):
         at.key[:, kv], at.value[:, kv] = 0, 0

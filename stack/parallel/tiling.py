@@ -34,6 +34,12 @@ def tile_mlps(mlps: list[nn.Module], tile: int, stage: int) -> None:
         mlp.forward = _tiled(mlp, tile)
 
 
+def tile_final_norm(norm: nn.Module, tile: int) -> None:
+    """Run the norm before the head `tile` tokens at a time. Whole, it would keep copies of the slice in fp32 through the
+    loss, and make more in backward: 10 GiB for Qwen3-8B at 131,072 local tokens."""
+    norm.forward = _tiled(norm, tile)
+
+
 def _tiled(mlp: nn.Module, tile: int) -> Any:
     plain = mlp.forward
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +42,7 @@ LEVERS = {
     "checkpoint": MemoryConfig(checkpointing="full"),
     "offload": MemoryConfig(checkpointing="full", offload=True),
     "lean": MemoryConfig(
-        lean=True, mlp_tile=3, tiled_loss=True, loss_tile=4, attention_groups=1, offload=True
+        lean=True, mlp_tile=3, tiled_loss=True, loss_tile=4, attention_heads=1, offload=True
     ),
     "all": MemoryConfig(
         tiled_loss=True, loss_tile=4, tiled_mlp=True, mlp_tile=3, checkpointing="full", offload=True
@@ -132,6 +134,15 @@ def train(case: ParityCase, folder: str, topology: Topology, device: str = "cpu"
 
 def weights_of(engine: Engine) -> dict[str, Tensor]:
     return {name: value for name, value in engine.named_full_parameters() if value is not None}
+
+
+def save_now(engine: Engine, folder: Path, tag: str, client_state: dict[str, Any]) -> None:
+    """Every rank's files below `folder/tag`, without what makes a checkpoint of them. Collective."""
+    (folder / tag).mkdir(parents=True, exist_ok=True)
+    for name, content in engine.capture(folder, tag, client_state, to_host=False).items():
+        torch.save(content, folder / tag / name)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
 
 
 def run_table(

@@ -32,9 +32,9 @@ def rows_of(lengths: list[int], seed: int) -> list[Row]:
     return [Row([torch.randint(0, 64, (n,), generator=generator).tolist()], [[True] * n]) for n in lengths]
 
 
-def lean(tile: int, groups: int) -> MemoryConfig:
+def lean(tile: int, heads: int) -> MemoryConfig:
     return MemoryConfig(
-        lean=True, tiled_loss=True, loss_tile=tile, mlp_tile=tile, attention_groups=groups, offload=True
+        lean=True, tiled_loss=True, loss_tile=tile, mlp_tile=tile, attention_heads=heads, offload=True
     )
 
 

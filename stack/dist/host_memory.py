@@ -1,0 +1,62 @@
+"""Host memory that this process may use: the machine's, or less where a control group (Slurm, a container) sets a limit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+UNLIMITED = 1 << 60
+"""Bytes. Version 1 of control groups writes a number like it where there is no limit."""
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes on this node. free: without driving anything else out. total: with nothing else there."""
+
+    free: int
+    total: int
+
+
+def host_memory(root: Path = Path("/")) -> HostMemory | None:
+    """None where the system does not tell (it is no Linux). root: of the file system, for tests."""
+    try:
+        lines = (root / "proc/meminfo").read_text()
+        free, total = (
+            1024 * int(re.findall(rf"^{name}: +(\d+) kB", lines, re.MULTILINE)[0])
+            for name in ("MemAvailable", "MemTotal")
+        )
+    except (OSError, IndexError):
+        return None
+    for limit, used in _groups(root):
+        free, total = min(free, max(limit - used, 0)), min(total, limit)
+    return HostMemory(free, total)
+
+
+def _groups(root: Path) -> Iterator[tuple[int, int]]:
+    """(limit, bytes in use that cannot be dropped) of this process's control groups and those above them."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, names, cache = "sys/fs/cgroup", ("memory.max", "memory.current"), "inactive_file"
+        elif "memory" in controllers.split(","):
+            base, cache = "sys/fs/cgroup/memory", "total_inactive_file"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        own = Path(path.lstrip("/"))
+        for group in (own, *own.parents):  # ends at "."; a container may see itself there
+            folder = root / base / group
+            try:
+                limit, used = ((folder / name).read_text().strip() for name in names)
+                stat = (folder / "memory.stat").read_text()
+            except OSError:  # the root has no limit, and a container does not see above itself
+                continue
+            if limit != "max" and int(limit) < UNLIMITED:
+                dropped = re.search(rf"^{cache} (\d+)$", stat, re.MULTILINE)
+                yield int(limit), int(used) - (int(dropped[1]) if dropped else 0)
