@@ -57,3 +57,15 @@ class CheckpointError(StackError):
 
 class NonFiniteError(StackError):
     """The loss or the gradient norm was NaN or inf for more steps in a row than allowed."""
+
+
+class SpikeError(StackError):
+    """The loss jumped, and `faults.on_spike` says to stop."""
+
+
+class RollbackError(StackError):
+    """The run was to go back to a checkpoint and cannot: there is none, or it went back too often."""
+
+
+class MemoryShortage(StackError):
+    """Device or host memory ran out; says what would need less."""

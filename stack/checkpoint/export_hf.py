@@ -24,6 +24,8 @@ from transformers.core_model_loading import WeightConverter, revert_weight_conve
 from stack.errors import CheckpointError
 from stack.models.build import BuiltModel
 
+AUXILIARY = "hf_files"
+"""Folder in a run's folder: all that an export holds beside weights."""
 GENERATION = "generation_config.json"
 SHARD_BYTES = 4 * 2**30
 """Bytes of one safetensors file, unless a single parameter is larger."""
@@ -55,9 +57,7 @@ def export_hf(
     try:
         _make_room(folder, part)
         _write_weights(built, remaining, part, dtype, shard_bytes)
-        _write_config(built, part, dtype, tokenizer)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(part)
+        write_auxiliary(built, part, dtype, tokenizer)
         _sync(part)
         _put_in_place(part, folder)
     except BaseException as error:
@@ -136,13 +136,17 @@ class _Shards:
         size = tensor.numel() * tensor.element_size()
         if self._pending and self._pending_bytes + size > self._limit_bytes:
             self._flush()
-        # A copy: safetensors refuses views of one memory, which experts split from a stack are.
-        self._pending[name] = tensor.clone(memory_format=torch.contiguous_format)
+        # safetensors refuses views of one memory, which experts split from a stack are.
+        whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == size
+        self._pending[name] = tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
         self._pending_bytes += size
         self._total_bytes += size
 
     def _flush(self) -> None:
-        save_file(self._pending, self._folder / self._part_name(len(self._names)), metadata={"format": "pt"})
+        file = self._folder / self._part_name(len(self._names))
+        save_file(self._pending, file, metadata={"format": "pt"})
+        # safetensors 0.8 lets nobody else read it, while a server may well run as another user.
+        file.chmod(self._folder.stat().st_mode & 0o666)
         self._names.append(list(self._pending))
         self._pending, self._pending_bytes = {}, 0
 
@@ -165,6 +169,27 @@ class _Shards:
             (self._folder / "model.safetensors.index.json").write_text(
                 json.dumps(index_file, indent=2) + "\n"
             )
+
+
+def write_auxiliary(
+    built: BuiltModel, part: Path, dtype: torch.dtype, tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    """All that stands beside the weights: config, generation config, tokenizer. part: a folder that exists."""
+    _write_config(built, part, dtype, tokenizer)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(part)
+
+
+def keep_auxiliary(
+    built: BuiltModel, run: Path, dtype: torch.dtype, tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    """Put what an export needs beside weights into the run's folder, in place of an earlier start's."""
+    part, folder = run / f".{AUXILIARY}.partial", run / AUXILIARY
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    write_auxiliary(built, part, dtype, tokenizer)
+    shutil.rmtree(folder, ignore_errors=True)
+    part.rename(folder)
 
 
 def _write_config(

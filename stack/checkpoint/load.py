@@ -1,24 +1,34 @@
-"""Find the checkpoint to continue from, refuse what does not fit, and put everything back."""
+"""Refuse a checkpoint that does not fit the run, and put everything back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
-from stack.checkpoint.manifest import Manifest, read_manifest, step_folders
+from stack.checkpoint.differences import ROWS, Difference, differences, is_forced, spoils
+from stack.checkpoint.find import Checkpoint
+from stack.checkpoint.manifest import rng_name, step_folders
 from stack.checkpoint.state import CLIENT_KEY, TrainState, restore_random_state
+from stack.checkpoint.zero_files import ZeroFiles
 from stack.dist.topology import Topology
-from stack.errors import CheckpointError
+from stack.errors import CheckpointError, DataError
+
+SHAPE = ("world", "stage", "precision", "optimizer", "cpu_optimizer", "nvme")
+"""What DeepSpeed's files depend on. Only under equal ones does it load them itself."""
 
 
 class LoadingEngine(Protocol):
     """What loading needs of an engine."""
 
     def load(self, folder: Path, tag: str) -> dict[str, Any]: ...
+
+    def fill(self, source: ZeroFiles, with_states: bool = True) -> None: ...
 
 
 class LoadingLoader(Protocol):
@@ -27,82 +37,125 @@ class LoadingLoader(Protocol):
     def load_state(self, state: dict[str, Any]) -> None: ...
 
 
-@dataclass
-class Checkpoint:
-    """A complete checkpoint on disk."""
+@dataclass(frozen=True)
+class Way:
+    """How a checkpoint is put back. The defaults are those of a run that goes on as it was."""
 
-    path: Path
-    manifest: Manifest
-
-
-def find_checkpoint(folder: Path, resume: str, tell: Callable[[str], None]) -> Checkpoint | None:
-    """The checkpoint that `checkpoint.resume` asks for, or None for a fresh start. Reads files only; run it on one rank.
-
-    folder: where this run's own checkpoints lie. resume: `auto`, `none` or a path. Raises CheckpointError if the path is
-    not a complete checkpoint, if `none` meets checkpoints, or if `auto` meets only broken ones.
-    """
-    own = step_folders(folder)
-    if resume == "none":
-        if own:
-            raise CheckpointError(
-                f"checkpoint.resume=none, but {folder} holds {len(own)} checkpoint(s), newest {own[0].name}. Fix: give "
-                "the new run another name, remove the folder, or use checkpoint.resume=auto"
-            )
-        return None
-    if resume != "auto":
-        path = Path(resume).expanduser().resolve()
-        try:
-            return Checkpoint(path, read_manifest(path))
-        except CheckpointError as error:
-            inside = step_folders(path) or step_folders(path / "checkpoints")
-            hint = f". Fix: name one checkpoint, such as checkpoint.resume={inside[0]}" if inside else ""
-            raise CheckpointError(f"{error}{hint}") from error
-    return _newest_complete(folder, own, tell)
+    as_saved: bool = True
+    """By DeepSpeed itself, bit for bit. False: cut anew for other ranks, ZeRO stage or type."""
+    with_states: bool = True
+    """False: the optimizer starts anew."""
+    other_rows: bool = False
+    """True: where the data is not what it was, it is read from its first row on."""
 
 
-def _newest_complete(folder: Path, own: list[Path], tell: Callable[[str], None]) -> Checkpoint | None:
-    if not own:
-        tell(f"no checkpoint in {folder}: starting from step 0")
-        return None
-    for path in own:
-        try:
-            return Checkpoint(path, read_manifest(path))
-        except CheckpointError as error:
-            tell(f"warning: passing over a checkpoint: {error}")
-    raise CheckpointError(
-        f"none of the {len(own)} checkpoint(s) in {folder} is complete. Fix: remove them to start from step 0, or give the "
-        "run another name"
-    )
+AS_IT_WAS = Way()
 
 
-def check_layout(checkpoint: Checkpoint, layout: dict[str, Any]) -> None:
-    """Raises CheckpointError if the run differs from the saved one in any of the keys given, naming both values."""
+def way_of(checkpoint: Checkpoint, layout: dict[str, Any], other_rows: bool = False) -> Way:
+    """How to put `checkpoint` back into a run of this layout."""
     saved = checkpoint.manifest.layout
-    differing = [
-        f"{key}: saved {saved.get(key)}, now {layout[key]}" for key in layout if saved.get(key) != layout[key]
-    ]
-    if differing:
-        raise CheckpointError(
-            f"{checkpoint.path} was saved under another layout ({'; '.join(differing)}). Fix: start with the saved values, "
-            "or begin a new run from its weights: finish it under the saved values, which writes its Hugging Face folder "
-            "`hf`, then set `name` to a new name, `model.path` to that folder and `model.init` to pretrained"
+    same_optimizer = saved.get("optimizer", layout.get("optimizer")) == layout.get("optimizer")
+    return Way(fits_as_saved(checkpoint, layout), same_optimizer, other_rows)
+
+
+def check_layout(checkpoint: Checkpoint, layout: dict[str, Any], force: Sequence[str] = ()) -> None:
+    """Raises CheckpointError if the run's layout is one that the checkpoint cannot be brought into, naming both.
+
+    layout: today's, as `train/resume.py` makes it; the model's fingerprint is judged once it is there.
+    """
+    saved = checkpoint.manifest.layout
+    rows = layout.get("rows_per_step"), saved.get("rows_per_step")
+    if None not in rows and rows[0] != rows[1] and not is_forced(ROWS, force):
+        fits = saved["rows_per_step"] * layout.get("accumulation", 1) / layout["rows_per_step"]
+        wanted = (
+            f"{ROWS}={int(fits)}"
+            if fits == int(fits)
+            else "another number of ranks, parallel.sp or data.micro_batch"
         )
+        raise CheckpointError(
+            f"{checkpoint.path}: rows_per_step: saved {rows[1]}, now {rows[0]}: steps would no longer read what they were to. "
+            f"Fix: {wanted} keeps {rows[1]} rows a step; checkpoint.force=[{ROWS}] goes on with {rows[0]} from the row "
+            "where it stopped"
+        )
+    if "model" in layout and "model" in saved and layout["model"] != saved["model"]:
+        raise CheckpointError(
+            f"{checkpoint.path} holds another model: saved {saved['model']}, now {layout['model']}. Fix: restore the saved "
+            "model settings; nothing can bring these weights into another shape"
+        )
+    if (saved.get("nvme") or layout.get("nvme")) and not fits_as_saved(checkpoint, layout):
+        both = "; ".join(f"{key}: saved {saved.get(key)}, now {layout.get(key)}" for key in SHAPE)
+        raise CheckpointError(
+            f"{checkpoint.path} cannot be cut anew, as states on NVMe are ({both}). Fix: start with the saved values, or "
+            "begin a new run from its exported weights: name=NEW_NAME checkpoint.weights_from=FOLDER"
+        )
+
+
+def fits_as_saved(checkpoint: Checkpoint, layout: dict[str, Any]) -> bool:
+    """Whether DeepSpeed can load the files itself."""
+    saved = checkpoint.manifest.layout
+    return all(saved.get(key, layout.get(key)) == layout.get(key) for key in SHAPE)
+
+
+def check_settings(checkpoint: Checkpoint, now: dict[str, Any], force: Sequence[str]) -> list[Difference]:
+    """What differs from the saved settings, apart from how and where is saved. Raises CheckpointError with all that would
+    spoil the run and is not in `force`."""
+    found = [
+        each
+        for each in differences(checkpoint.manifest.settings, now)
+        if each.key not in ("name", "out") and not each.key.startswith("checkpoint.")
+    ]
+    spoiling = [(each, spoils(each)) for each in found if not is_forced(each.key, force)]
+    refused = [f"  - {each} ({what})" for each, what in spoiling if what]
+    if refused:
+        names = ",".join(each.key for each, what in spoiling if what)
+        raise CheckpointError(
+            f"{checkpoint.path} was saved under settings whose change would spoil the run:\n"
+            + "\n".join(refused)
+            + "\n"
+            f"Fix: restore the saved values; or take the changes by name: checkpoint.force=[{names}]; or begin a new run "
+            f"from these weights: name=NEW_NAME checkpoint.weights_from={checkpoint.path}"
+        )
+    return found
 
 
 def load_checkpoint(
-    checkpoint: Checkpoint, engine: LoadingEngine, loader: LoadingLoader, topology: Topology
+    checkpoint: Checkpoint,
+    engine: LoadingEngine,
+    loader: LoadingLoader,
+    topology: Topology,
+    way: Way = AS_IT_WAS,
 ) -> TrainState:
-    """Collective. Puts weights, optimizer, place in the data and random states back; returns the counters."""
-    client_state = engine.load(checkpoint.path.parent, checkpoint.path.name)
+    """Collective. Puts weights, optimizer, place in the data and random states back; returns the counters. Also brings a
+    live engine back to an earlier step."""
+    path = checkpoint.path
+    if way.as_saved:
+        client_state = engine.load(path.parent, path.name)
+    else:
+        files = ZeroFiles(path, checkpoint.manifest)
+        engine.fill(files, way.with_states)
+        client_state = files.client_state
     state = TrainState.from_dict(client_state.get(CLIENT_KEY, {}))
     if state.step != checkpoint.manifest.step:
-        raise CheckpointError(
-            f"{checkpoint.path} holds step {state.step}, its manifest says {checkpoint.manifest.step}"
-        )
-    loader.load_state(state.loader)
-    rng = torch.load(checkpoint.path / f"rng_rank_{topology.rank:05d}.pt", weights_only=True)
-    restore_random_state(rng, topology.device)
+        raise CheckpointError(f"{path} holds step {state.step}, its manifest says {checkpoint.manifest.step}")
+    try:
+        loader.load_state(state.loader)
+    except DataError:
+        if not way.other_rows:
+            raise
+    _restore_random(path / rng_name(topology.rank), state.step, topology)
     return state
+
+
+def _restore_random(file: Path, step: int, topology: Topology) -> None:
+    if file.exists():
+        restore_random_state(torch.load(file, weights_only=True), topology.device)
+        return
+    # More ranks than were saved: a stream of its own, which differs from that of the run's start.
+    seed = step * 1_000_003 + topology.rank
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def set_aside_newer(folder: Path, chosen: Checkpoint, tell: Callable[[str], None]) -> None:

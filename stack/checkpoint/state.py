@@ -49,6 +49,21 @@ class TrainState:
     small_steps: int = 0
     """Incomplete last windows of an epoch: steps with fewer rows."""
 
+    dropped_steps: int = 0
+    """Steps whose update was left out by a policy: spikes, and data passed over after going back."""
+
+    rollbacks: int = 0
+    """Times that the run went back to a checkpoint."""
+
+    passed_over: list[int] = field(default_factory=list)
+    """Steps whose data is read and not learned from, since it spoiled the run once."""
+
+    recent_losses: list[float] = field(default_factory=list)
+    """Losses of the last good steps, which a spike is compared with."""
+
+    pending_record: dict[str, Any] = field(default_factory=dict)
+    """Record of this step, if its evaluation was cut short by a stop: a resumed run completes it first."""
+
     loader: dict[str, Any] = field(default_factory=dict)
     """Place in the data, as `Loader.state()` gives it."""
 
@@ -58,9 +73,10 @@ class TrainState:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainState:
-        """The state that `to_dict` gave. Keys of later versions are left out; a missing one is an error."""
-        names = [item.name for item in fields(cls)]
-        missing = [name for name in names if name not in values]
+        """The state that `to_dict` gave. Keys of later versions are left out, counters of later versions start anew; without
+        its place a run cannot go on."""
+        names = [item.name for item in fields(cls) if item.name in values]
+        missing = [name for name in ("step", "tokens", "targets", "loader") if name not in values]
         if missing:
             raise CheckpointError(
                 f"the checkpoint's state lacks {', '.join(missing)}: it was saved by another version"

@@ -45,6 +45,7 @@ class Loader:
         self._row = 0
         """Rows of this epoch that are done."""
 
+        self._last_rows: list[int] = []
         self._order = self._make_order()
         self._identity = {
             "content": store.info.content,
@@ -77,11 +78,15 @@ class Loader:
             return None
         places = range(self._row, min(self._row + self.rows_per_step, self.num_rows))
         rows = [self._order[place] for place in places]
-        self._row += len(rows)
+        self._row, self._last_rows = self._row + len(rows), rows
         if self._row == self.num_rows:
             self._epoch, self._row = self._epoch + 1, 0
             self._order = self._make_order()
         return list(deal_rows(self._part, rows, self._data.micro_batch, self._dp, self._dp_rank))
+
+    def describe_last_step(self) -> list[str]:
+        """The documents that the last step read on all ranks, a line each, for people."""
+        return [line for row in self._last_rows for line in self._part.describe_row(row)]
 
     def state(self) -> dict[str, Any]:
         """The position behind the last step, small, JSON, and the same on every rank and for any number of
@@ -100,7 +105,8 @@ class Loader:
         if changed:
             raise DataError(
                 f"the saved position belongs to other rows: {'; '.join(changed)}. Fix: restore these settings and the same "
-                "text, or start a new run from the exported weights (model.path=FOLDER model.init=pretrained, another name)"
+                "text; or read the new rows from their first on: checkpoint.force=[data.path]; or start a new run from the "
+                "saved weights: name=NEW_NAME checkpoint.weights_from=CHECKPOINT"
             )
         self._epoch, self._row = state["epoch"], state["row"]
         self._order = self._make_order()

@@ -118,7 +118,7 @@ class PackedPart:
     """The rows of one part (training or evaluation) of a store, as tensors."""
 
     def __init__(self, store: TokenStore, documents: np.ndarray, packing: str, seq_len: int):
-        self.tokens, self.seq_len = store.tokens, seq_len
+        self.store, self.tokens, self.seq_len = store, store.tokens, seq_len
         self.pad_id = store.info.eos_id or 0
         self.rows = rows = PACKINGS[packing](store, documents, seq_len)
         self.num_rows = rows.num_rows
@@ -151,6 +151,18 @@ class PackedPart:
             cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
             row_tokens=tuple(row_tokens),
         )
+
+    def describe_row(self, row: int) -> list[str]:
+        """Which documents of the store stand in a row, and which of their tokens."""
+        lines = []
+        for piece in self.rows.pieces(row):
+            document = int(np.searchsorted(self.store.offsets, piece.begin, side="right")) - 1
+            first = piece.begin - int(self.store.offsets[document])
+            lines.append(
+                f"row {row}: document {document} of {self.store.info.source} ({self.store.folder}), tokens {first} to "
+                f"{first + piece.length - 1}"
+            )
+        return lines
 
     def _fill(self, piece: Piece, ids: np.ndarray, labels: np.ndarray) -> None:
         """Tokens and targets of a piece into the start of a row's rest."""

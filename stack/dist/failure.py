@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,17 +19,13 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from stack.dist.env import RankEnv
+from stack.dist.launcher import note_launcher
+from stack.dist.signals import NUMBERS, Stopped
+from stack.dist.watch import Watch
 from stack.errors import LaunchError, StackError
 
 if TYPE_CHECKING:
     from stack.dist.link import Link
-
-
-class Stopped(StackError):
-    """SIGTERM reached this rank: a cancelled job, a time limit, or a launcher that ends its processes."""
-
-    def __init__(self) -> None:
-        super().__init__("stopped by SIGTERM")
 
 
 @contextmanager
@@ -36,8 +33,11 @@ def clear_errors() -> Iterator[None]:
     """Around a program: a StackError ends it with exit code 1 and its message in place of a traceback.
 
     Before the ranks know each other the fault is in the command or the files, so it is the same on all ranks of a node:
-    only the first of each node prints it.
+    only the first of each node prints it. A signal that comes so early is told in the same way.
     """
+    note_launcher()
+    early = (signal.SIGTERM, signal.SIGUSR1)
+    before = {number: signal.signal(number, _raise_stopped) for number in early}
     try:
         yield
     except StackError as error:
@@ -48,10 +48,18 @@ def clear_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr, flush=True)
         raise SystemExit(130) from None  # as shells say it of SIGINT
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is _raise_stopped:
+                signal.signal(number, handler)
+
+
+def _raise_stopped(number: int, frame: FrameType | None) -> None:
+    raise Stopped(number)
 
 
 @contextmanager
-def guard(env: RankEnv) -> Iterator[None]:
+def guard(env: RankEnv) -> Iterator[Watch]:
     """Around the work of all ranks: they leave it together, or they all end.
 
     A rank that raises tells rank 0, which prints the first cause after the others have fallen silent; then all processes
@@ -60,52 +68,83 @@ def guard(env: RankEnv) -> Iterator[None]:
     simply goes on. Ending skips what is behind the `with`: clean-up belongs inside it.
     """
     faulthandler.enable()
-    before = signal.signal(signal.SIGTERM, raise_stopped)
+    note_launcher()
+    watch = Watch(env)
+    watch.stop.open()
     try:
         if env.world == 1:
-            yield
+            with _alone(watch):
+                yield watch
             return
-        link = _join(env)
+        link = _join(env, watch)
         try:
-            yield
+            yield watch
+            watch.disarm()
             link.leave()
         except BaseException as error:
+            watch.disarm()
             if isinstance(error, SystemExit) and not error.code:
                 link.leave()
                 raise
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in NUMBERS:
                 signal.signal(number, signal.SIG_IGN)  # the launcher must not cut the report short
-            link.fail(describe(error, env), _exit_code(error), _is_echo(error))
+            link.fail(describe(error, env, watch.doing), _exit_code(error), _is_echo(error))
     finally:
-        signal.signal(signal.SIGTERM, before)
+        watch.stop.close()
 
 
-def _join(env: RankEnv) -> Link:
+def _join(env: RankEnv, watch: Watch) -> Link:
     from stack.dist.link import join  # imports torch, which a program that only prints an error does without
 
     try:
-        return join(env)
+        return join(env, watch)
     except LaunchError as error:
         # The others cannot be told: each rank that fails here says so itself.
         print(describe(error, env), file=sys.stderr, flush=True)
         raise SystemExit(1) from None
 
 
-def describe(error: BaseException, env: RankEnv) -> str:
-    """The cause as it is printed; the rank is named where it is not rank 0, whose output the reader looks at anyway."""
+@contextmanager
+def _alone(watch: Watch) -> Iterator[None]:
+    """The watching of a run that has one rank, by a thread."""
+    ended = threading.Event()
+
+    def look() -> None:
+        while not ended.wait(0.2):
+            stopped, overdue = watch.stop.heed(), watch.overdue()
+            if stopped is not None and stopped.again:
+                print(f"error: {stopped}", file=sys.stderr, flush=True)
+                os._exit(stopped.exit_code)
+            if overdue is not None:
+                print(f"{overdue}. It was at {watch.dump()}", file=sys.stderr, flush=True)
+                os._exit(1)
+
+    thread = threading.Thread(target=look, name="watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def describe(error: BaseException, env: RankEnv, doing: str | None = None) -> str:
+    """The cause as it is printed: with the rank that saw it and what it was doing."""
     place = f"rank {env.rank} of {env.world} on {socket.gethostname()}"
+    during = f" {doing}" if doing else ""
     if isinstance(error, StackError):
-        return f"error: {error}" + (f"\n(seen by {place})" if env.rank else "")
+        seen = f"\n(seen by {place}{',' * bool(doing)}{during})" if env.rank or doing else ""
+        return f"error: {error}{seen}"
     if isinstance(error, KeyboardInterrupt):
-        return f"error: interrupted ({place})"
+        return f"error: interrupted ({place}{during})"
     if isinstance(error, SystemExit):
         return f"error: {place} left with {error.code!r}"
-    return f"{place} failed:\n{''.join(traceback.format_exception(error)).rstrip()}"
+    return f"{place} failed{during}:\n{''.join(traceback.format_exception(error)).rstrip()}"
 
 
 def _exit_code(error: BaseException) -> int:
     if isinstance(error, Stopped):
-        return 128 + signal.SIGTERM
+        return error.exit_code
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
     if isinstance(error, SystemExit) and isinstance(error.code, int):
@@ -118,17 +157,3 @@ def _is_echo(error: BaseException) -> bool:
     marks = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")
     is_torch_error = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
     return is_torch_error or (isinstance(error, RuntimeError) and any(mark in str(error) for mark in marks))
-
-
-def raise_stopped(number: int, frame: FrameType | None) -> None:
-    """The handler of SIGTERM inside `guard`, unless the work replaces it with one of its own."""
-    raise Stopped
-
-
-def _default_sigterm_in_child() -> None:
-    """A forked worker (data loading, tokenizing) is ended by SIGTERM without a word, as its pool expects."""
-    if signal.getsignal(signal.SIGTERM) is raise_stopped:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-os.register_at_fork(after_in_child=_default_sigterm_in_child)

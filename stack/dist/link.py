@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import selectors
-import signal
 import socket
 import sys
 import threading
@@ -14,21 +13,24 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import NoReturn
 
-import psutil
 from torch.distributed import DistError, TCPStore
 
 from stack.dist.env import RankEnv
-from stack.dist.failure import Stopped, describe, raise_stopped
+from stack.dist.failure import describe
 from stack.dist.hub import HUSH_S, JOIN_S, LATE_S, Channel, Hub, died
+from stack.dist.launcher import gone_launcher
+from stack.dist.watch import Watch
 from stack.errors import LaunchError
 
 
-def join(env: RankEnv) -> Link:
+def join(env: RankEnv, watch: Watch) -> Link:
     """Connects this rank to the hub, which rank 0 starts. Raises LaunchError if the others cannot be reached."""
     from_agent = (
         os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     )  # torchrun's agent listens on the port itself
     is_server = env.rank == 0 and not from_agent
+    joined = threading.Event()
+    threading.Thread(target=_watch_joining, args=(env, watch, joined), daemon=True).start()
     try:
         # multi_tenant: init_process_group later uses the same server on the same port
         timeout = timedelta(seconds=JOIN_S)
@@ -37,7 +39,7 @@ def join(env: RankEnv) -> Link:
         )
         key = f"hub/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         if env.rank == 0:
-            hub = Hub(env)
+            hub = Hub(env, watch)
             hub.start()
             store.set(key, json.dumps({"port": hub.port, "token": hub.token}))
         place = json.loads(store.get(key))
@@ -51,29 +53,37 @@ def join(env: RankEnv) -> Link:
         else:
             text = f"rank {env.rank} cannot reach rank 0 at {where}: {reason}. Fix: see that all {env.world} ranks start"
         raise LaunchError(text) from error
-    return Link(env, Channel(connection), place["token"], store)
+    finally:
+        joined.set()
+    return Link(env, watch, Channel(connection), place["token"], store)
+
+
+def _watch_joining(env: RankEnv, watch: Watch, joined: threading.Event) -> None:
+    """The main thread waits for rank 0 in native code: somebody has to notice that the start was called off."""
+    while not joined.wait(0.5):
+        stopped, gone = watch.stop.heed(), gone_launcher(env)
+        if stopped is not None or gone is not None:
+            text = f"error: {stopped or gone} (rank {env.rank} of {env.world}, while ranks join)\n"
+            os.write(2, text.encode())
+            os._exit(1 if stopped is None else stopped.exit_code)
 
 
 class Link:
     """This rank's connection to the hub."""
 
-    def __init__(self, env: RankEnv, channel: Channel, token: str, store: TCPStore):
-        self.env, self.channel = env, channel
+    def __init__(self, env: RankEnv, watch: Watch, channel: Channel, token: str, store: TCPStore):
+        self.env, self.watch, self.channel = env, watch, channel
         self.store = store  # kept: its server, on rank 0, lives as long as this object
         self.stderr = os.dup(2)
         self.all_done = threading.Event()
-        self.launcher = _launcher_processes(env)
+        self.launcher_is_missed = False
         channel.send({"rank": env.rank, "host": socket.gethostname(), "token": token})
         if channel.receive() is None:
             raise LaunchError(
                 f"rank {env.rank} is there twice on port {env.port}. Fix: give each job a port of its own"
             )
         channel.connection.settimeout(None)
-        self.signals, writing_end = socket.socketpair()
-        for end in (self.signals, writing_end):
-            end.setblocking(False)
-        self.writing_end = writing_end  # kept open
-        signal.set_wakeup_fd(writing_end.fileno(), warn_on_full_buffer=False)
+        watch.stderr = self.stderr
         threading.Thread(target=self._watch, name="failure-link", daemon=True).start()
 
     def fail(self, text: str, code: int, echo: bool) -> NoReturn:
@@ -90,19 +100,22 @@ class Link:
         """Returns when all ranks are done."""
         self.channel.send({"done": True})
         self.all_done.wait()
-        signal.set_wakeup_fd(-1)
 
     def _tell(self, text: str, code: int, echo: bool = False) -> None:
         self.channel.send({"cause": text, "code": code, "echo": echo})
 
     def _watch(self) -> None:
         selector = selectors.DefaultSelector()
-        for source in (self.channel, self.signals):
+        stop, asked = self.watch.stop, False
+        for source in (self.channel, stop):
             selector.register(source, selectors.EVENT_READ)
         while not self.all_done.is_set():
             ready = [key.fileobj for key, _ in selector.select(1.0)]
-            if self.signals in ready:
-                self._heed(self.signals.recv(64))
+            if stop in ready and (stopped := stop.heed()) is not None:
+                self._tell(describe(stopped, self.env, self.watch.doing), stopped.exit_code)
+            if not asked and (overdue := self.watch.overdue()) is not None:
+                asked = True
+                self.channel.send({"overdue": overdue})
             if self.channel not in ready:
                 self._check_launcher()
                 continue
@@ -114,26 +127,24 @@ class Link:
                     os._exit(message["exit"])
                 elif "hush" in message:
                     self._hush()
-                    self.channel.send({"hushed": True})
+                    self.channel.send({"hushed": True, "oom_kills": self.watch.oom_kills()})
+                elif "where" in message:
+                    self.channel.send({"at": self.watch.dump()})
                 elif "leave" in message:
                     self.all_done.set()
 
-    def _heed(self, signals: bytes) -> None:
-        """Python runs a signal's handler between two lines of Python: a rank inside a collective would never get to it."""
-        if signal.SIGTERM in signals and signal.getsignal(signal.SIGTERM) is raise_stopped:
-            self._tell(describe(Stopped(), self.env), 128 + signal.SIGTERM)
-
     def _check_launcher(self) -> None:
-        """A launcher that was killed leaves its ranks running: they end themselves."""
-        now = _launcher_processes(self.env)
-        if now != self.launcher:
-            gone = sorted(set(self.launcher) - set(now))
-            self._tell(f"error: the {self.env.launcher} launcher (process {gone}) is gone", 1)
-            self.launcher = now
+        """A launcher that was killed leaves its ranks running: they end themselves, with what they have saved if they can."""
+        gone = None if self.launcher_is_missed else gone_launcher(self.env)
+        if gone is not None:
+            self.launcher_is_missed = True
+            if not self.watch.stop.ask(gone):
+                self._tell(f"error: {gone}", 1)
 
     def _end_without_rank_zero(self) -> NoReturn:
         if self.env.rank == 1:
-            os.write(self.stderr, died(0, self.env.world, self.env.addr).encode() + b"\n")
+            text = died(0, self.env.world, self.env.addr, self.watch.doing)
+            os.write(self.stderr, text.encode() + b"\n")
         os._exit(1)
 
     def _hush(self) -> None:
@@ -144,18 +155,3 @@ class Link:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)
         os.dup2(null, 2)
-
-
-def _launcher_processes(env: RankEnv) -> list[int]:
-    """Numbers of the processes above this one that must live for the run to go on.
-
-    Only launchers that wait for their ranks count: the shell above a plain process may end, as with nohup, and srun's
-    tasks are ended by Slurm itself. deepspeed has two: the command, and below it one launcher a node.
-    """
-    if env.launcher not in ("deepspeed", "torchrun"):
-        return []
-    parent = os.getppid()
-    if env.launcher == "deepspeed":
-        with suppress(psutil.Error):  # the launcher is just ending
-            return [parent, psutil.Process(parent).ppid()]
-    return [parent]

@@ -7,6 +7,7 @@ inside a node where they can.
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -15,7 +16,6 @@ import torch.distributed as dist
 
 from stack.dist.env import RankEnv, apply_rank_env
 from stack.errors import ConfigError, Fault, LaunchError
-
 
 Number = TypeVar("Number", int, float)
 
@@ -41,11 +41,15 @@ class Topology:
 
     def sum(self, value: Number) -> Number:
         """Sum over all ranks, as int64 or float64; the result has the type of `value`."""
-        dtype = torch.int64 if isinstance(value, int) else torch.float64
-        total = torch.tensor(value, dtype=dtype)
+        return self.sum_each([value])[0]
+
+    def sum_each(self, values: Sequence[Number]) -> list[Number]:
+        """Sum of each value over all ranks in one exchange, as int64 if the first is an int, else as float64."""
+        dtype = torch.int64 if isinstance(values[0], int) else torch.float64
+        totals = torch.tensor(list(values), dtype=dtype)
         if self.world > 1:
-            dist.all_reduce(total, group=self.host_group)
-        return type(value)(total.item())
+            dist.all_reduce(totals, group=self.host_group)
+        return totals.tolist()
 
     def barrier(self) -> None:
         if self.world > 1:

@@ -6,6 +6,8 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import nn
 
 from stack.config.schema import OptimConfig
@@ -28,7 +30,17 @@ def build_engine(
     engine, *_ = deepspeed.initialize(
         model=module, optimizer=optimizer, config=ds_config, dist_init_required=False
     )
+    _undo_early_step(engine.optimizer)
     return Engine(engine, module, topology.world, optim.clip, topology.device)
+
+
+def _undo_early_step(optimizer: Any) -> None:
+    """DeepSpeed's optimizers for 16 bit at ZeRO-0 make Adam's states by a step with zero gradients
+    (`initialize_optimizer_states` in runtime/fp16): it decays the weights once and makes the first real step the second,
+    0.75 as long."""
+    if isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
+        optimizer.refresh_fp32_params()
+        optimizer.optimizer.state.clear()
 
 
 def make_optimizer(model: nn.Module, optim: OptimConfig, ds_config: dict[str, Any]) -> torch.optim.Optimizer:

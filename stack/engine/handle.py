@@ -8,6 +8,7 @@ its own), hence each rank's sum is scaled by world / num_targets.
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -15,9 +16,12 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from torch import Tensor, nn
 
 from stack.data.batch import MicroBatch
+from stack.engine.capture import HostCopies
+from stack.engine.fill import Source, fill
 from stack.engine.module import StepModule
 from stack.errors import CheckpointError
 from stack.methods.base import Method
@@ -34,6 +38,51 @@ class StepResult:
     loss_scale: float | None
 
 
+class _Collector(CheckpointEngine):
+    """Stands where DeepSpeed's engine has its writer of files: takes what is to be written, and touches no disk. Reading
+    is left to the writer in whose place it stands."""
+
+    def __init__(self, inner: CheckpointEngine):
+        super().__init__()
+        self._inner = inner
+        self.restart(Path(), None)
+
+    def restart(self, folder: Path, copies: HostCopies | None) -> None:
+        self._folder, self._copies = folder, copies
+        self._contents: dict[str, Any] = {}
+        self._error: Exception | None = None
+        if copies is not None:
+            copies.restart()
+
+    def take(self) -> dict[str, Any]:
+        contents, self._contents = self._contents, {}
+        if self._error is not None:
+            raise self._error
+        return contents
+
+    def save(self, state_dict: Any, path: str) -> None:
+        try:
+            kept = state_dict if self._copies is None else self._copies.copy(state_dict)
+            self._contents[Path(path).relative_to(self._folder).as_posix()] = kept
+        except Exception as error:  # noqa: BLE001  raised by `take`: the other ranks wait in DeepSpeed's barriers
+            self._error = error
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        return self._inner.load(path, map_location=map_location)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        pass
+
+    def create(self, info: Any) -> None:
+        pass
+
+    def commit(self, info: Any) -> bool:
+        return True
+
+    def preserves_storage_sharing(self) -> bool:
+        return False  # DeepSpeed would clone each tensor first; the copy here leaves sharing as it is
+
+
 class Engine:
     """A DeepSpeed engine that takes optimizer steps of any number of micro-batches."""
 
@@ -44,6 +93,10 @@ class Engine:
         self._clip = clip
         self._device = device
         self._torch_norm: float | None = None
+        self._copies = HostCopies()
+        self._collector = engine.checkpoint_engine = _Collector(engine.checkpoint_engine)
+        # It would put scripts beside the checkpoints, on rank 0 alone and between barriers.
+        engine._copy_recovery_script = lambda folder: None
         if not hasattr(engine.optimizer, "overflow"):
             # ZeRO-0 in fp32 runs the bare torch optimizer, which knows neither norms nor non-finite gradients.
             engine.basic_optimizer.register_step_pre_hook(self._guard_torch_step)
@@ -124,12 +177,39 @@ class Engine:
             with deepspeed.zero.GatheredParameters([param]):
                 yield name, param.detach().to("cpu", copy=True) if self._engine.global_rank == 0 else None
 
-    def save(self, folder: Path, tag: str, client_state: dict[str, Any]) -> None:
-        """Write model, optimizer and `client_state` of every rank below `folder/tag`. Collective."""
-        self._engine.save_checkpoint(str(folder), tag=tag, client_state=client_state, save_latest=False)
+    def capture(
+        self, folder: Path, tag: str, client_state: dict[str, Any], to_host: bool = True
+    ) -> dict[str, Any]:
+        """What this rank adds to the checkpoint `folder/tag`, which exists: path inside it -> content. Collective.
+
+        to_host: the contents are copies in host memory, valid until the next call; otherwise the states themselves, to be
+        written before the next step. None in place of a content: the file is written already, which only states on an
+        NVMe disk are. Raises OSError or RuntimeError once DeepSpeed's collectives are through, if a rank cannot copy.
+        """
+        self._collector.restart(folder / tag, self._copies if to_host else None)
+        # The states on NVMe are copied below: DeepSpeed's own copying would fail in between its barriers.
+        self._engine.zero_nvme_offload_optimizer = lambda: False
+        try:
+            self._engine.save_checkpoint(str(folder), tag=tag, client_state=client_state, save_latest=False)
+        finally:
+            del self._engine.zero_nvme_offload_optimizer
+        contents = self._collector.take()
+        if to_host and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        if self._engine.zero_nvme_offload_optimizer():
+            contents |= self._copy_nvme_states(folder / tag)
+        return contents
+
+    def _copy_nvme_states(self, target: Path) -> dict[str, None]:
+        source = Path(self._engine.optimizer.optimizer_swapper.swap_folder)
+        # Where and under what name DeepSpeed's load looks for them.
+        below = Path("offloaded_tensors") / f"rank{self._engine.global_rank:02d}"
+        shutil.copytree(source, target / below, ignore=shutil.ignore_patterns("*gradient*"))
+        files = (path for path in (target / below).rglob("*") if path.is_file())
+        return {path.relative_to(target).as_posix(): None for path in files}
 
     def load(self, folder: Path, tag: str) -> dict[str, Any]:
-        """Read what `save` wrote, at the same number of ranks and stage. Returns the client state."""
+        """Read what `capture` gave, once written, at the same number of ranks and stage. Returns the client state."""
         groups = self._engine.optimizer.param_groups
         asked = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         path, client_state = self._engine.load_checkpoint(str(folder), tag=tag)
@@ -139,6 +219,11 @@ class Engine:
         for group, settings in zip(self._engine.optimizer.param_groups, asked, strict=True):
             group.update(settings)
         return client_state
+
+    def fill(self, source: Source, with_states: bool = True) -> None:
+        """Take weights and optimizer states from `source`, at whatever number of ranks and stage they were saved.
+        Collective. with_states: False lets the optimizer start anew."""
+        fill(self._engine, self.model, source, with_states)
 
     def close(self) -> None:
         """Remove DeepSpeed's hooks and buffers, so that another engine can live in this process."""

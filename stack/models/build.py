@@ -7,7 +7,7 @@ by module, parameters get their values and the engine's `partition` takes them a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -24,7 +24,7 @@ from stack.models.attention import PLAIN_BACKENDS
 from stack.models.config import read_architecture
 from stack.models.init import check_rule, draw, own_parameters
 from stack.models.rope import RopeInfo, apply_rope
-from stack.models.safetensors_file import read_headers
+from stack.models.safetensors_file import Entry, read_headers
 from stack.models.spec import ModelSpec, describe
 from stack.models.weights import WeightPlan, plan_weights
 
@@ -74,16 +74,22 @@ def build_model(
 
 
 def prepare_model(
-    cfg: ModelConfig, seq_len: int, dtype: torch.dtype, seed: int, reads_weights: bool = True
+    cfg: ModelConfig,
+    seq_len: int,
+    dtype: torch.dtype,
+    seed: int,
+    reads_weights: bool = True,
+    weights: Mapping[str, Entry] | None = None,
 ) -> BlankModel:
     """Everything that can fail: config, positions, structure, names and shapes of the weights. No rank waits in here.
 
     cfg: which model; seq_len: tokens of a row, for the positions; dtype: of the parameters. reads_weights: False for a
-    rank whose pretrained values `partition` fills from another rank; it still checks the folder if it can see it.
+    rank whose pretrained values `partition` fills from another rank; it still checks the folder if it can see it. weights:
+    where values come from in place of `cfg.path` or the seed, by name; empty on a rank that reads none.
 
     Raises ConfigError for settings, ModelError for a model or weights that cannot be used; nothing is silently adapted.
     """
-    found = read_architecture(cfg, fetch_weights=reads_weights)
+    found = read_architecture(cfg, fetch_weights=reads_weights and weights is None)
     rope = apply_rope(found.config, cfg.rope, seq_len, cfg.init == "pretrained", found.raw)
     model = _on_meta(found.config, dtype)
     _refuse_trained_buffers(model)
@@ -95,7 +101,9 @@ def prepare_model(
         )
     _freeze(model, cfg.freeze)
     plan = None
-    if cfg.init == "scratch":
+    if weights is not None:
+        plan = plan_weights(model, dict(weights), "checkpoint.weights_from") if weights else None
+    elif cfg.init == "scratch":
         check_rule(model)
     elif reads_weights or _weights_visible(found.folder):
         assert found.folder is not None
@@ -107,7 +115,8 @@ def prepare_model(
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     notes = (*found.notes, rope.note) if rope.note else found.notes
     built = BuiltModel(model, spec, rope, found.folder, shapes, buffers, notes)
-    return BlankModel(built, dtype, seed, cfg.init, plan if reads_weights else None)
+    init = cfg.init if weights is None else "pretrained"
+    return BlankModel(built, dtype, seed, init, plan if reads_weights else None)
 
 
 def fill_model(blank: BlankModel, partition: Callable[[nn.Module], None] | None = None) -> BuiltModel:

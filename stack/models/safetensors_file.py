@@ -37,8 +37,13 @@ class Entry:
     def read(self) -> Tensor:
         """The tensor, on the CPU, in memory of its own."""
         tensor = torch.empty(self.shape, dtype=self.dtype)
+        self.read_into(tensor)
+        return tensor
+
+    def read_into(self, tensor: Tensor) -> None:
+        """Fill a contiguous tensor on the CPU, of this type and number of elements."""
         if tensor.numel() == 0:
-            return tensor
+            return
         buffer = tensor.view(-1).view(torch.uint8).numpy().data
         with self.file.open("rb", buffering=0) as stream:
             stream.seek(self.offset)
@@ -49,7 +54,6 @@ class Entry:
                 if not count:
                     raise ModelError(f"{self.file} ends before the tensor does: the file is truncated")
                 done += count
-        return tensor
 
     def like(self) -> Tensor:
         """A tensor of the same shape and type without data."""

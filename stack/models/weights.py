@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from stack.errors import ModelError
 from stack.models.safetensors_file import Entry
 
 _SHOWN = 50
+_READ, _LIKE = methodcaller("read"), methodcaller("like")
+"""Of an Entry, or of a kind of its own, such as a parameter in a checkpoint."""
 
 
 @dataclass
@@ -41,7 +44,7 @@ class Source:
     """(pattern that matched, name in the folder, tensor) in the order of expert numbers."""
 
     def values(self, model: PreTrainedModel, read: Callable[[Entry], Tensor]) -> dict[str, Tensor]:
-        """Parameter name -> value. `read` is Entry.read, or Entry.like for the shapes alone."""
+        """Parameter name -> value. `read` is _READ, or _LIKE for the shapes alone."""
         if self.converter is None:
             return {self.target: read(self.parts[0][2])}
         converter = deepcopy(self.converter)
@@ -73,13 +76,13 @@ class WeightPlan:
     def value(self, model: PreTrainedModel, name: str) -> Tensor:
         """The value of parameter `name` in the folder's type."""
         source, key = self.sources[name]
-        return source.values(model, Entry.read)[key]
+        return source.values(model, _READ)[key]
 
     def check_doubles(self, model: PreTrainedModel) -> None:
         """Raise ModelError where a tied head differs from its embedding: training would drop one of them."""
         for name, first, second in self.doubles:
-            one = first.values(model, Entry.read)[first.target]
-            if not torch.equal(one, second.values(model, Entry.read)[second.target]):
+            one = first.values(model, _READ)[first.target]
+            if not torch.equal(one, second.values(model, _READ)[second.target]):
                 raise ModelError(
                     f"{second.target} and {name} differ in the folder, but its config ties them "
                     "(tie_word_embeddings=true). Fix: set tie_word_embeddings to false in its config.json"
@@ -97,7 +100,7 @@ def plan_weights(model: PreTrainedModel, entries: dict[str, Entry], folder: str)
     found: dict[str, tuple[Source, str]] = {}
     for source in sources.values():
         try:
-            values = source.values(model, Entry.like)
+            values = source.values(model, _LIKE)
         except ModelError as error:
             faults.append(f"incomplete: {error}")
             found[source.target] = (source, source.target)

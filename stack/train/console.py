@@ -11,6 +11,11 @@ from stack.checkpoint.state import TrainState
 WINDOW = 20  # steps over which the time left is estimated
 
 
+def tell(text: str) -> None:
+    """A line for the person at the console; called on rank 0."""
+    print(text, flush=True)
+
+
 class ConsoleHook:
     """A progress line every `every` steps, and at once for a skipped step. Rank 0 only."""
 
@@ -34,7 +39,8 @@ class ConsoleHook:
     def _notices(self, record: dict[str, Any]) -> list[str]:
         notices = []
         if record["skipped"]:
-            total = record["skipped_steps"] + record["overflow_steps"] + record["empty_steps"]
+            counts = ("skipped_steps", "overflow_steps", "empty_steps", "dropped_steps")
+            total = sum(record[key] for key in counts)
             notices.append(f"skipped ({record['skipped']}); {total} skipped so far")
         if record["small_steps"] > self._small_steps:
             notices.append(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from stack.data.batch import MicroBatch
@@ -12,15 +12,22 @@ from stack.parallel.shard_batch import shard_batch
 
 
 def evaluate(
-    engine: Any, method: Any, rows: Iterable[MicroBatch], topology: Topology
-) -> dict[str, float | int]:
+    engine: Any,
+    method: Any,
+    rows: Iterable[MicroBatch],
+    topology: Topology,
+    wish: Callable[[], bool] = lambda: False,
+) -> dict[str, float | int] | None:
     """Collective. `eval_loss` in nats a target, `eval_perplexity`, `eval_targets`.
 
     rows: this rank's micro-batches, whole rows, as many on every rank: a rank without a row gets one without targets.
-    Weights, training data and random states are not touched.
+    wish: whether this rank has been asked to stop the run; if any has, all drop the evaluation between two micro-batches
+    and None is returned. Weights, training data and random states are not touched.
     """
     loss_sum_local, targets_local = 0.0, 0
     for batch in rows:
+        if topology.sum(int(wish())):
+            return None
         local = shard_batch(batch, topology.sp, topology.sp_rank)
         loss_sum_local += float(engine.evaluate(method, local))
         targets_local += method.count_targets(batch) if topology.sp_rank == 0 else 0

@@ -7,7 +7,6 @@ Hooks are called in the order of the list, on every rank, after each step. A rec
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol
 
 from stack.checkpoint.state import TrainState
@@ -28,32 +27,68 @@ class Hook(Protocol):
         ...
 
 
-class EvaluationHook:
-    """Adds `eval_loss`, `eval_perplexity` and `eval_targets` to the record every `every` steps and at the last step."""
+class EvaluationCut(Exception):
+    """The run is to stop, and this evaluation was dropped for it."""
 
-    def __init__(self, evaluate: Callable[[], Record], every: int, total_steps: int):
+
+class EvaluationHook:
+    """Adds `eval_loss`, `eval_perplexity` and `eval_targets` to the record every `every` steps and at the last step.
+
+    Raises EvaluationCut where `evaluate` returns None.
+    """
+
+    def __init__(self, evaluate: Callable[[], Record | None], every: int, total_steps: int):
         self._evaluate, self._every, self._total_steps = evaluate, every, total_steps
 
     def after_step(self, state: TrainState, record: Record) -> None:
         due = self._every > 0 and state.step % self._every == 0
         if due or state.step == self._total_steps:
-            record.update(plain(self._evaluate()))
+            numbers = self._evaluate()
+            if numbers is None:
+                raise EvaluationCut
+            record.update(plain(numbers))
 
     def close(self) -> None:
         pass
+
+
+class StallHook:
+    """Adds `checkpoint_stall_s` to the record: the seconds since the last record that the steps waited for checkpoints.
+    Stands first, for the hooks that keep and show numbers."""
+
+    def __init__(self, take_stall_s: Callable[[], float]):
+        self._take_stall_s = take_stall_s
+
+    def after_step(self, state: TrainState, record: Record) -> None:
+        record["checkpoint_stall_s"] = self._take_stall_s()
+
+    def close(self) -> None:
+        pass
+
+
+class Saves(Protocol):
+    """What the hook needs of `stack.checkpoint.save.Saver`."""
+
+    def save(self, engine: Any, state: TrainState, metrics: dict[str, float]) -> None: ...
+    def poll(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class CheckpointHook:
     """Saves every `every` steps, and at the last step if `final`. Stands last, so that what the other hooks keep of a
-    step is kept before the step counts as saved."""
+    step is kept before the step counts as saved. Closing it waits for the last save, and raises if that failed."""
 
-    def __init__(self, save: Callable[[TrainState], Path], every: int, final: bool, total_steps: int):
-        self._save, self._every, self._final, self._total_steps = save, every, final, total_steps
+    def __init__(self, saver: Saves, engine: Any, every: int, final: bool, total_steps: int):
+        self._saver, self._engine = saver, engine
+        self._every, self._final, self._total_steps = every, final, total_steps
 
     def after_step(self, state: TrainState, record: Record) -> None:
+        self._saver.poll()
         due = self._every > 0 and state.step % self._every == 0
         if due or (self._final and state.step == self._total_steps):
-            self._save(state)
+            names = ("loss", "eval_loss", "eval_perplexity")
+            metrics = {name: record[name] for name in names if record.get(name) is not None}
+            self._saver.save(self._engine, state, metrics)
 
     def close(self) -> None:
-        pass
+        self._saver.close()

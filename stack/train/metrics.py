@@ -73,6 +73,8 @@ class StepCounts:
     rows: int
     model_flops: float = 0.0
     hardware_flops: float = 0.0
+    wishes: int = 0
+    """Ranks that have been asked to stop the run."""
 
 
 @dataclass
@@ -88,8 +90,11 @@ class Step:
     clipped: bool = False
     loss_scale: float | None = None
     skipped: str | None = None
-    """Why the weights were left alone: `no targets`, `loss-scale`, or `nonfinite ...` with the place."""
+    """Why the weights were left alone: `no targets`, `loss-scale`, `spike ...`, `passed over`, or `nonfinite ...` with the
+    place."""
     times_s: dict[str, float] = field(default_factory=dict)
+    stop: bool = False
+    """The ranks agree that the run stops behind this step."""
 
 
 class Stopwatch:
@@ -147,6 +152,7 @@ class Meter:
             "overflow_steps": state.overflow_steps,
             "empty_steps": state.empty_steps,
             "small_steps": state.small_steps,
+            "dropped_steps": state.dropped_steps,
             **step.times_s,
             **memory_gib(self.topology.device),
         }
@@ -168,19 +174,31 @@ def plain(numbers: dict[str, Any]) -> dict[str, Any]:
 
 
 def count_step(
-    method: Any, micro_batches: Sequence[MicroBatch], topology: Topology, flops: FlopCounter | None = None
+    method: Any,
+    micro_batches: Sequence[MicroBatch],
+    topology: Topology,
+    flops: FlopCounter | None = None,
+    wish: bool = False,
 ) -> StepCounts:
-    """Collective: what all ranks read in this step. The ranks of a sequence-parallel group hold the same rows."""
+    """Collective: what all ranks read in this step. The ranks of a sequence-parallel group hold the same rows.
+
+    wish: this rank has been asked to stop the run; the count of those travels along.
+    """
     own = micro_batches if topology.sp_rank == 0 else ()
     lengths = [document_lengths(batch) for batch in own]
-    counts = StepCounts(
-        targets=int(topology.sum(sum(method.count_targets(batch) for batch in own))),
-        tokens=int(topology.sum(sum(sum(batch.row_tokens) for batch in own))),
-        rows=int(topology.sum(sum(tokens > 0 for batch in own for tokens in batch.row_tokens))),
+    targets, tokens, rows, wishes = topology.sum_each(
+        [
+            sum(method.count_targets(batch) for batch in own),
+            sum(sum(batch.row_tokens) for batch in own),
+            sum(tokens > 0 for batch in own for tokens in batch.row_tokens),
+            int(wish),
+        ]
     )
+    counts = StepCounts(targets, tokens, rows, wishes=wishes)
     if flops is not None:
-        counts.model_flops = topology.sum(float(sum(map(flops.model, lengths))))
-        counts.hardware_flops = topology.sum(float(sum(map(flops.hardware, lengths))))
+        counts.model_flops, counts.hardware_flops = topology.sum_each(
+            [float(sum(map(flops.model, lengths))), float(sum(map(flops.hardware, lengths)))]
+        )
     return counts
 
 

@@ -88,9 +88,10 @@ def _totals(record: dict[str, Any]) -> str:
             ("skipped_steps", "skipped for NaN or inf"),
             ("overflow_steps", "skipped by the loss scaler"),
             ("empty_steps", "without targets"),
+            ("dropped_steps", "dropped or passed over (faults)"),
             ("small_steps", "of an incomplete last window"),
         )
-        if record[key]
+        if record.get(key)  # a journal of an older version lacks some
     ]
     return text + (f"; steps: {', '.join(counted)}" if counted else "")
 

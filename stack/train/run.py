@@ -9,15 +9,15 @@ from __future__ import annotations
 import os
 import random
 import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from stack.checkpoint.export_hf import export_hf
-from stack.checkpoint.load import Checkpoint, check_layout, find_checkpoint, load_checkpoint, set_aside_newer
 from stack.checkpoint.manifest import step_folders
 from stack.checkpoint.save import Saver
 from stack.checkpoint.state import TrainState, model_fingerprint
@@ -27,11 +27,11 @@ from stack.config.schema import RunConfig
 from stack.data.loader import EvalLoader, Loader
 from stack.data.prepare import ensure_store
 from stack.data.store import TokenStore
-from stack.data.tokenizer import load_tokenizer
-from stack.dist.agree import on_main, on_main_slowly
+from stack.dist.agree import on_main_slowly
 from stack.dist.env import read_rank_env
 from stack.dist.failure import guard
 from stack.dist.topology import Topology, init_topology
+from stack.dist.watch import Watch
 from stack.engine.ds_config import build_ds_config
 from stack.engine.schedule import lr_factor
 from stack.errors import ConfigError
@@ -40,15 +40,25 @@ from stack.models.attention import attention_faults
 from stack.models.build import DTYPES, BlankModel, BuiltModel, check_positions, fill_model, prepare_model
 from stack.models.flops import hardware_flops, model_flops
 from stack.models.hub import fetch
-from stack.train.console import ConsoleHook, format_duration
+from stack.models.safetensors_file import Entry
+from stack.models.spec import ModelSpec
+from stack.train.console import ConsoleHook, format_duration, tell
 from stack.train.evaluate import evaluate
+from stack.train.exporting import export_at_end, keep_export_files
 from stack.train.folder import RunFolder, take_folder, write_config
-from stack.train.hooks import CheckpointHook, EvaluationHook, Hook
+from stack.train.hooks import CheckpointHook, EvaluationHook, Hook, StallHook
+from stack.train.host_room import check_host_room
 from stack.train.journal import JournalHook, read_journal
 from stack.train.loop import Job, train
+from stack.train.memory_advice import advise_host, explain, is_shortage
 from stack.train.metrics import FlopCounter, Meter, device_peak_tflops
 from stack.train.report import draw_curve, summarize
+from stack.train.resume import look_for_checkpoint, make_layout, resume
+from stack.train.run_lock import RunLock
+from stack.train.saving import make_saver
+from stack.train.stopping import Keeper, end_stopped, resume_command
 from stack.train.wandb import WandbHook, wandb_mode
+from stack.train.warm_start import find_weights
 
 if TYPE_CHECKING:
     from stack.engine.handle import Engine
@@ -61,19 +71,24 @@ def run(cfg: RunConfig) -> None:
     if faults := check(cfg, env.world, device):
         raise ConfigError(faults)
     ds_config = build_ds_config(cfg, env.world)
-    with guard(env):
+    with guard(env) as watch:
         topology = init_topology(env, cfg.parallel.sp, device, cfg.engine.timeout_s)
         try:
-            run_ranks(cfg, topology, ds_config)
-        except BaseException:
+            with open_folder(cfg, topology) as folder:
+                run_ranks(cfg, topology, ds_config, folder, watch)
+        except BaseException as error:
             # With more ranks the guard ends them all at once, and closing would wait for them.
             if topology.world == 1:
                 topology.close()
+            if (told := watch.explain(error)) is not error:
+                raise told from error
             raise
         topology.close()
 
 
-def run_ranks(cfg: RunConfig, topology: Topology, ds_config: dict[str, Any]) -> None:
+def run_ranks(
+    cfg: RunConfig, topology: Topology, ds_config: dict[str, Any], folder: RunFolder, watch: Watch
+) -> None:
     """What all ranks do together."""
     # DeepSpeed takes its device when it is imported, so not before `choose_device`.
     from stack.engine.build import build_engine
@@ -82,50 +97,55 @@ def run_ranks(cfg: RunConfig, topology: Topology, ds_config: dict[str, Any]) -> 
     from stack.parallel.apply import apply_parallelism
 
     quiet_libraries()
-    folder, lock = open_folder(cfg, topology)
+    command = resume_command(watch.env)
     layout = make_layout(cfg, topology)
     checkpoint = look_for_checkpoint(cfg, folder, layout, topology)
     seed_everything(cfg.seed + topology.rank)
 
-    blank = judge_model(cfg, topology)
+    blank = judge_model(cfg, topology, find_weights(cfg, checkpoint, topology))
+    check_host_room(cfg, blank.built.spec, watch.env, topology.device.type == "cuda", tell)
     store = open_store(cfg, topology)
+    watch_over(watch, cfg, blank.built.spec, folder, topology)
     loader = make_loader(cfg, store, topology)
     total_steps = derive.total_steps(cfg.schedule, loader.steps_per_epoch)
     join_deepspeed(topology)
     build_ops(ds_config, topology, tell)
     partition = zero3_partitioner(ds_config, DTYPES[cfg.engine.precision]) if cfg.engine.stage == 3 else None
     built = fill_model(blank, partition)
-    remarks = apply_parallelism(
+    applied = apply_parallelism(
         built.model, built.spec, cfg.memory, cfg.model.attention, cfg.engine.stage, topology
     )
-    if topology.is_main:
-        for remark in remarks:
-            tell(remark)
+    for remark in applied.remarks if topology.is_main else ():
+        tell(remark)
     engine = build_engine(built.model, cfg.optim, topology, ds_config)
     layout["model"] = model_fingerprint(built.model)
     state = TrainState()
     if checkpoint is not None:
-        state = resume(checkpoint, layout, total_steps, engine, loader, folder, topology)
+        state = resume(cfg, checkpoint, layout, total_steps, engine, loader, folder, topology)
     check_positions(built)
     if topology.is_main:
-        write_config(folder, cfg, tell)
+        write_config(folder, cfg)
+        keep_export_files(cfg, built, store, folder)
+        folder.stopped.unlink(missing_ok=True)
 
-    lean = cfg.memory.lean and not remarks
-    job = make_job(cfg, engine, loader, built, total_steps, topology, lean)
-    saver = Saver(folder.checkpoints, topology, layout, total_steps, cfg.checkpoint.keep, tell)
-    hooks = make_hooks(cfg, job, store, saver, folder, state.step, total_steps)
-    train(job, state, total_steps, Meter(topology, job.flops), hooks)
+    job = make_job(cfg, engine, loader, built, total_steps, topology, applied.lean)
+    saver = make_saver(cfg, folder, layout, total_steps, topology)
+    hooks = make_hooks(cfg, job, store, saver, folder, state, total_steps)
+    keeper = make_keeper(cfg, job, saver, folder, watch)
+    stopped = train(job, state, total_steps, Meter(topology, job.flops), hooks)
+    watch.enter("end", f"at the end, behind step {state.step}")
+    if stopped:
+        end_stopped(keeper, state, watch.stop.wish, folder.stopped, command)
+    else:
+        watch.stop.undefer()
+    watch.disarm()  # uploads and the export take as long as they take
     for hook in hooks:
         hook.close()
-    finish(cfg, engine, built, store, folder, total_steps, topology)
+    if stopped:
+        watch.stop.ignore()
+    else:
+        finish(cfg, engine, built, store, folder, total_steps, topology)
     engine.close()
-    if lock is not None:
-        lock.close()
-
-
-def tell(text: str) -> None:
-    """A line for the person at the console; called on rank 0."""
-    print(text, flush=True)
 
 
 def choose_device(cfg: RunConfig) -> str:
@@ -144,41 +164,32 @@ def quiet_libraries() -> None:
     )
 
 
-def open_folder(cfg: RunConfig, topology: Topology) -> tuple[RunFolder, IO[str] | None]:
-    """The run folder, made and locked by rank 0; the others take its path from there. The lock holds while it is open."""
-    lock: IO[str] | None = None
+@contextmanager
+def open_folder(cfg: RunConfig, topology: Topology) -> Iterator[RunFolder]:
+    """The run folder, made and locked by rank 0 until the work is done; the others take its path from there."""
+    lock: RunLock | None = None
     folder: RunFolder | None = None
     if topology.is_main:
         path = derive.run_folder(cfg).expanduser().resolve()
         folder, lock = take_folder(path, tell)
         tell(f"run folder: {folder.path}")
-    return topology.broadcast_object(folder), lock
+    try:
+        yield topology.broadcast_object(folder)
+    except BaseException:
+        # With more ranks the lock ends with the processes, since until then another rank may still be at work.
+        if lock is not None and topology.world == 1:
+            lock.close()
+        raise
+    if lock is not None:
+        lock.close()
 
 
-def make_layout(cfg: RunConfig, topology: Topology) -> dict[str, Any]:
-    """What a checkpoint can only be continued under."""
-    return {
-        "world": topology.world,
-        "sp": topology.sp,
-        "stage": cfg.engine.stage,
-        "precision": cfg.engine.precision,
-        "optimizer": cfg.optim.name,
-        "rows_per_step": derive.rows_per_step(cfg, topology.world),
-    }
-
-
-def look_for_checkpoint(
-    cfg: RunConfig, folder: RunFolder, layout: dict[str, Any], topology: Topology
-) -> Checkpoint | None:
-    """The checkpoint to go on from, or None; refused here, before anything is built, if it cannot fit."""
-
-    def look() -> Checkpoint | None:
-        found = find_checkpoint(folder.checkpoints, cfg.checkpoint.resume, tell)
-        if found is not None:
-            check_layout(found, layout)
-        return found
-
-    return on_main(topology, look)
+def watch_over(watch: Watch, cfg: RunConfig, spec: ModelSpec, folder: RunFolder, topology: Topology) -> None:
+    """From here on hung ranks are noticed, and a want of memory is told with what would help."""
+    settings = (cfg, spec, topology.world, topology.device.type)
+    watch.explain = lambda error: explain(error, *settings) if is_shortage(error) else error
+    watch.memory_advice = lambda: advise_host(*settings)
+    watch.arm(cfg.faults.watchdog_s, folder.stacks)
 
 
 def seed_everything(seed: int) -> None:
@@ -188,8 +199,8 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def judge_model(cfg: RunConfig, topology: Topology) -> BlankModel:
-    """The model without values: everything that can be wrong with it is found here."""
+def judge_model(cfg: RunConfig, topology: Topology, weights: Mapping[str, Entry] | None = None) -> BlankModel:
+    """The model without values: everything that can be wrong with it is found here. weights: see `find_weights`."""
     path, dtype = cfg.model.path, DTYPES[cfg.engine.precision]
     if faults := attention_faults(cfg.model.attention, topology.device.type, dtype):
         raise ConfigError(faults)
@@ -197,17 +208,19 @@ def judge_model(cfg: RunConfig, topology: Topology) -> BlankModel:
     if path is not None and cfg.model.init == "pretrained":
         # Rank 0 downloads, if need be; the others find it in the cache they share, or read nothing under ZeRO-3.
         beat = partial(tell_waiting, f"fetching {path}")
-        on_main_slowly(topology, lambda: fetch(path, weights=True), beat)
+        on_main_slowly(topology, lambda: fetch(path, weights=weights is None), beat)
     blank = prepare_model(
         cfg.model,
         cfg.data.seq_len,
         dtype,
         cfg.seed,
         reads_weights=topology.is_main or not sharded,
+        weights=weights,
     )
     if topology.is_main:
-        drawn = f"drawn from seed {cfg.seed} (model.init=scratch)"
-        tell(f"weights: {drawn if cfg.model.init == 'scratch' else f'read from {blank.built.folder}'}")
+        drawn, read = f"drawn from seed {cfg.seed} (model.init=scratch)", f"read from {blank.built.folder}"
+        given = f"checkpoint.weights_from={cfg.checkpoint.weights_from}"
+        tell(f"weights: {given if weights is not None else drawn if cfg.model.init == 'scratch' else read}")
         for note in blank.built.notes:
             tell(note)
     topology.barrier()  # no rank goes on to the collectives of building before all have found the model sound
@@ -248,35 +261,6 @@ def make_loader(cfg: RunConfig, store: TokenStore, topology: Topology) -> Loader
     return loader
 
 
-def resume(
-    checkpoint: Checkpoint,
-    layout: dict[str, Any],
-    total_steps: int,
-    engine: Engine,
-    loader: Loader,
-    folder: RunFolder,
-    topology: Topology,
-) -> TrainState:
-    """Everything back to where the checkpoint was."""
-    check_layout(checkpoint, layout)
-    state = load_checkpoint(checkpoint, engine, loader, topology)
-    if topology.is_main:
-        tell(f"resuming from step {state.step}: {checkpoint.path}")
-        planned = checkpoint.manifest.steps_planned
-        if planned != total_steps:
-            tell(
-                f"the run was planned for {planned} steps and is for {total_steps} now: from step {state.step + 1} on the "
-                "learning rate follows the course of the new length"
-            )
-        if state.step >= total_steps:
-            tell(
-                f"all {total_steps} steps are done already: raise schedule.steps or schedule.epochs to go on"
-            )
-        set_aside_newer(folder.checkpoints, checkpoint, tell)
-    topology.barrier()
-    return state
-
-
 def make_job(
     cfg: RunConfig,
     engine: Engine,
@@ -305,6 +289,7 @@ def make_job(
         rows_per_step=loader.rows_per_step,
         max_nonfinite_steps=cfg.engine.max_nonfinite_steps,
         flops=None if peak is None else FlopCounter(partial(model_flops, built.spec), hardware, peak),
+        faults=cfg.faults,
     )
 
 
@@ -314,29 +299,43 @@ def make_hooks(
     store: TokenStore,
     saver: Saver,
     folder: RunFolder,
-    resume_step: int,
+    state: TrainState,
     total_steps: int,
 ) -> list[Hook]:
     """In the order in which they are called: numbers are made, then kept and shown, then the step is saved."""
     topology, log = job.topology, cfg.log
-    hooks: list[Hook] = []
+    hooks: list[Hook] = [StallHook(saver.take_stall_s)]
     rows = EvalLoader(store, cfg.data, dp=topology.dp, dp_rank=topology.dp_rank, max_rows=log.eval_rows)
     if topology.is_main and log.eval_rows:
         tell(rows.describe())
     if rows.num_rows:
         # Plain cross-entropy, whatever is added to it in training, so that perplexity means what it says.
         method = build_method(replace(cfg.method, label_smoothing=0.0, z_loss=0.0))
-        measure = partial(evaluate, job.engine, method, rows, topology)
+        measure = partial(evaluate, job.engine, method, rows, topology, lambda: job.wish())
         hooks.append(EvaluationHook(measure, log.eval_every, total_steps))
     if topology.is_main:
-        hooks += [JournalHook(folder.journal, resume_step), ConsoleHook(log.every, total_steps)]
+        # A record whose evaluation is still to come is shown then.
+        shown = state.step - bool(state.pending_record)
+        hooks += [JournalHook(folder.journal, shown), ConsoleHook(log.every, total_steps)]
         earlier = read_journal(folder.journal)
         mode = wandb_mode(log, os.environ)
         if mode != "disabled":
             hooks.append(WandbHook(log, mode, cfg.name, folder.path, asdict(cfg), earlier, tell))
-    save = partial(saver.save, job.engine)
-    hooks.append(CheckpointHook(save, cfg.checkpoint.every, cfg.checkpoint.final, total_steps))
+    saving = cfg.checkpoint
+    hooks.append(CheckpointHook(saver, job.engine, saving.every, saving.final, total_steps))
     return hooks
+
+
+def make_keeper(cfg: RunConfig, job: Job, saver: Saver, folder: RunFolder, watch: Watch) -> Keeper:
+    """What a stop, and a way back from bad steps, need of the checkpoints. From here on a signal is a wish to stop."""
+    saves = cfg.checkpoint.every > 0 or cfg.checkpoint.final
+    keeper = Keeper(
+        folder.checkpoints, saver, job.engine, job.loader, job.topology, saves, cfg.faults.max_rollbacks, tell
+    )
+    job.go_back, job.enter = keeper.go_back, watch.enter
+    job.wish = lambda: watch.stop.wish is not None
+    watch.stop.defer()
+    return keeper
 
 
 def finish(
@@ -350,11 +349,7 @@ def finish(
 ) -> None:
     """The Hugging Face folder, the curve, and where everything is."""
     if cfg.checkpoint.export:
-        # The store may have been made by a run that knew the same tokenizer by another path.
-        path = store.trained_tokenizer or cfg.model.tokenizer or cfg.model.path
-        tokenizer = load_tokenizer(path) if store.tokenizer and path and topology.is_main else None
-        dtype = DTYPES[cfg.engine.precision]
-        export_hf(built, engine.named_full_parameters(), folder.model, dtype, tokenizer, topology.is_main)
+        export_at_end(cfg, engine, built, store, folder, topology)
     if topology.is_main:
         records = read_journal(folder.journal)
         draw_curve(records, folder.curve, cfg.name)

@@ -9,6 +9,7 @@ import time
 
 from stack.dist.env import apply_rank_env, read_rank_env
 from stack.dist.failure import clear_errors, guard
+from stack.dist.watch import Watch
 from stack.errors import ConfigError, DataError, Fault
 
 
@@ -28,19 +29,40 @@ def fail(way: str, rank: int, last: int) -> None:
         time.sleep(600)
 
 
+def wait_until_asked(watch: Watch) -> None:
+    """Steps until one rank is asked to stop."""
+    import torch
+    import torch.distributed as dist
+
+    watch.stop.defer()
+    wishes = torch.zeros(1)
+    dist.all_reduce(wishes)  # no rank is asked before all can be
+    print("at work", flush=True)
+    while not wishes:
+        time.sleep(0.01)
+        wishes = torch.tensor([float(watch.stop.wish is not None)])
+        dist.all_reduce(wishes)
+    if watch.stop.wish:
+        sys.stdout.write(f"asked to stop: {watch.stop.wish}\n")
+    watch.stop.ignore()
+
+
 def main(way: str) -> None:
     env = read_rank_env(os.environ)
     apply_rank_env(env)
     fault = ConfigError([Fault("parallel.sp", 3, "a divisor of 2", "parallel.sp=2")])
     if way == "bad setting":
         raise fault
-    with guard(env):
+    with guard(env) as watch:
         if way == "bad setting seen late":
             raise fault
         import torch
         import torch.distributed as dist
 
         dist.init_process_group("gloo", rank=env.rank, world_size=env.world)
+        if way == "asked":
+            wait_until_asked(watch)
+            way = "ok"
         for step in range(10_000):
             dist.all_reduce(torch.ones(1))
             if step == 2:

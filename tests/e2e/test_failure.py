@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 from stack.dist.env import RankEnv
-from stack.dist.failure import Stopped, clear_errors, describe
+from stack.dist.failure import clear_errors, describe
 from stack.dist.hub import Channel, Hub
+from stack.dist.signals import Stopped
 from stack.errors import DataError
 from tests.launchers import launch, start
 
@@ -71,6 +72,28 @@ def test_ranks_notice_that_their_launcher_is_gone(launcher: str, number: int) ->
         gone, alive = psutil.wait_procs(family, timeout=LIMIT_S)
         assert not alive and len(gone) >= 3
         assert f"the {launcher} launcher" in started.output or "SIGTERM" in started.output
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number", "reason", "code"),
+    [
+        ("deepspeed", signal.SIGUSR1, "the deepspeed launcher (process [", -signal.SIGUSR1),
+        ("torchrun", signal.SIGTERM, "SIGTERM", 1),
+    ],
+)
+def test_signal_to_the_launcher_becomes_a_wish_of_ranks_at_work(
+    launcher: str, number: int, reason: str, code: int
+) -> None:
+    """deepspeed's command dies of it, and its ranks notice; torchrun passes it on. They end by themselves in both cases."""
+    with start(launcher, [SCRIPT, "asked"]) as started:
+        started.wait_for("at work", LIMIT_S)
+        family = started.everything()
+        started.processes[0].send_signal(number)
+        assert started.processes[0].wait(LIMIT_S) == code
+        _, alive = psutil.wait_procs(family, timeout=LIMIT_S)
+        output = started.output
+    assert not alive and f"asked to stop: {reason}" in output, output
+    assert output.count(" left\n") == 2 and "error:" not in output
 
 
 def test_node_launcher_killed_leaves_no_orphans() -> None:
@@ -139,6 +162,8 @@ def test_description_names_the_rank_where_it_is_not_rank_0() -> None:
     first, second = (RankEnv(rank, 2, rank, 2, "127.0.0.1", 1, "plain") for rank in (0, 1))
     assert describe(DataError("no text"), first) == "error: no text"
     assert describe(DataError("no text"), second).startswith("error: no text\n(seen by rank 1 of 2 on ")
+    assert describe(DataError("no text"), first, "in step 7").endswith(", in step 7)")
+    assert "failed in the save behind step 7:" in describe(KeyError("x"), first, "in the save behind step 7")
     assert "rank 1 of 2" in describe(KeyError("x"), second) and "KeyError: 'x'" in describe(
         KeyError("x"), second
     )

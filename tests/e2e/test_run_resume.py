@@ -1,7 +1,7 @@
 """Whole runs on two ranks: what they leave behind, restarts after crashes, and the same numbers on one rank.
 
-Three runs over the same text. A goes straight through; its W&B is broken. B is killed twice, in steps 5 and 8, and
-started again. C goes straight through on one rank. All have a NaN loss in step 2.
+Four runs over the same text. A goes straight through; its W&B is broken. B is killed twice, in steps 5 and 8, and
+started again. C goes straight through on one rank. All have a NaN loss in step 2. D goes on from B's step 6 on one rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import yaml
 from tests.launchers import Ended, launch
 from tests.wandb_files import offline_runs
 
-pytestmark = pytest.mark.timeout(900)  # six starts, which the first test waits for
+pytestmark = pytest.mark.timeout(900)  # seven starts, which the first test waits for
 
 SCRIPT = str(Path(__file__).parent / "train_with_faults.py")
 STEPS = 9
@@ -75,7 +75,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     runs.start("b killed in step 8", "deepspeed", "b", "nan:2,die:8")
     runs.start("b finished", "deepspeed", "b", "nan:2")
     runs.start("c", "plain", "c", "nan:2")
-    runs.start("b on one rank", "plain", "b", "")
+    begin = "checkpoint.resume=runs/b/checkpoints/step_000006"
+    runs.start("d on one rank from b", "plain", "d", "", begin)
+    runs.start("b on other rows", "plain", "b", "", "engine.accumulation=4")
     return runs
 
 
@@ -114,7 +116,7 @@ def test_run_folder_holds_everything_once(runs: Runs) -> None:
             for rank in ranks:
                 assert {f"rng_rank_{rank:05d}.pt", f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"} <= saved
             assert "manifest.json" in saved
-    assert {path.name for path in (runs.folder / "runs").iterdir()} == {"a", "b", "c"}
+    assert {path.name for path in (runs.folder / "runs").iterdir()} == {"a", "b", "c", "d"}
     assert (runs.path("a") / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -218,9 +220,22 @@ def test_exported_model_loads_and_gives_the_evaluated_loss_of_its_own_tokenizer(
     assert loss == pytest.approx(runs.journal("a")[-1]["eval_loss"], rel=0.2)
 
 
-def test_checkpoint_of_two_ranks_is_refused_on_one_with_the_way_out(runs: Runs) -> None:
-    ended = runs.ends["b on one rank"]
+def test_checkpoint_of_two_ranks_goes_on_on_one(runs: Runs) -> None:
+    ended = runs.ends["d on one rank from b"]
+    assert ended.codes == [0], ended.output
+    assert (
+        "cutting step_000006 anew: saved on 2 rank(s), SP 2, ZeRO-3, fp32, now on 1 rank(s)" in ended.output
+    )
+    for one, two in zip(runs.journal("d"), runs.journal("a")[6:], strict=True):
+        assert [one[key] for key in ("step", "lr", "tokens_total")] == [
+            two[key] for key in ("step", "lr", "tokens_total")
+        ]
+        assert one["loss"] == pytest.approx(two["loss"], rel=1e-5)
+
+
+def test_other_rows_a_step_are_refused_with_the_way_out(runs: Runs) -> None:
+    ended = runs.ends["b on other rows"]
     assert ended.codes == [1]
     assert "Traceback" not in ended.output
-    assert "world: saved 2, now 1" in ended.output and "model.path" in ended.output
+    assert "rows_per_step: saved 2, now 4" in ended.output and "engine.accumulation=2 keeps 2" in ended.output
     assert len(runs.journal("b")) == STEPS

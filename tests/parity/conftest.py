@@ -20,18 +20,19 @@ SHAPE = dict(
 )
 
 
+def save_model(folder: str, tied: bool) -> str:
+    """A Qwen3 with weights larger than a fresh model's, so that attention is not uniform."""
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", tie_word_embeddings=tied, **SHAPE))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn_like(param) * 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory) -> dict[bool, str]:
-    """A tied and an untied Qwen3, saved; weights larger than a fresh model's, so that attention is not uniform."""
-    saved = {}
-    for tied in (False, True):
-        torch.manual_seed(5)
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model("qwen3", tie_word_embeddings=tied, **SHAPE)
-        )
-        with torch.no_grad():
-            for param in model.parameters():
-                param.add_(torch.randn_like(param) * 0.1)
-        saved[tied] = str(tmp_path_factory.mktemp("models") / f"tied-{tied}")
-        model.save_pretrained(saved[tied])
-    return saved
+    """A tied and an untied one."""
+    base = tmp_path_factory.mktemp("models")
+    return {tied: save_model(str(base / f"tied-{tied}"), tied) for tied in (False, True)}

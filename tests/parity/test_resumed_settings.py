@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.parity.cases import ParityCase
-from tests.parity.rank_side import assemble, config_of, weights_of
+from tests.parity.rank_side import assemble, config_of, save_now, weights_of
 from tests.parity.reference import make_steps
 from tests.parity.steps_side import one_step, topology_of
 from tests.ranks import Case, run_cases
@@ -24,7 +24,7 @@ def next_step(folder: str, saved: str, stage: int, weight_decay: float) -> dict[
     cfg = replace(cfg, optim=replace(cfg.optim, name="adamw", lr=0.1, weight_decay=0.1))
     engine = assemble(cfg, topology)
     one_step(engine, topology, text[0], 0.1)
-    engine.save(Path(saved), "first", {"step": 1})
+    save_now(engine, Path(saved), "first", {"step": 1})
     engine.close()
     engine = assemble(replace(cfg, optim=replace(cfg.optim, weight_decay=weight_decay)), topology)
     assert engine.load(Path(saved), "first")["step"] == 1

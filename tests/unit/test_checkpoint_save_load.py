@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,22 @@ import numpy as np
 import pytest
 import torch
 
-from stack.checkpoint.load import Checkpoint, check_layout, find_checkpoint, load_checkpoint, set_aside_newer
-from stack.checkpoint.manifest import read_manifest, step_folders
+from stack.checkpoint.differences import SPOILING
+from stack.checkpoint.find import Checkpoint, find_checkpoint
+from stack.checkpoint.load import (
+    check_layout,
+    check_settings,
+    fits_as_saved,
+    load_checkpoint,
+    set_aside_newer,
+    way_of,
+)
+from stack.checkpoint.manifest import Manifest, read_manifest, write_manifest
+from stack.checkpoint.publish import Origin
 from stack.checkpoint.save import Saver
 from stack.checkpoint.state import TrainState, model_fingerprint
+from stack.config.convert import known_keys
+from stack.config.schema_checkpoint import CheckpointConfig
 from stack.dist.topology import Topology
 from stack.errors import CheckpointError
 from tests.unit.train_fakes import FakeEngine, FakeLoader, on_threads, one_rank
@@ -24,8 +37,9 @@ from tests.unit.train_fakes import FakeEngine, FakeLoader, on_threads, one_rank
 LAYOUT = {"world": 1, "sp": 1, "stage": 3}
 
 
-def make_saver(folder: Path, topology: Topology, keep: int = 2) -> Saver:
-    return Saver(folder, topology, LAYOUT | {"world": topology.world}, 12, keep)
+def make_saver(folder: Path, topology: Topology, keep: int = 2, **policy: Any) -> Saver:
+    origin = Origin("run", LAYOUT | {"world": topology.world}, 12)
+    return Saver(folder, topology, origin, CheckpointConfig(keep=keep, **policy))
 
 
 def save_steps(folder: Path, *steps: int, keep: int = 0) -> None:
@@ -33,10 +47,15 @@ def save_steps(folder: Path, *steps: int, keep: int = 0) -> None:
     saver = make_saver(folder, topology, keep)
     for step in steps:
         saver.save(FakeEngine(topology), TrainState(step=step, loader={"place": step}))
+    saver.wait()
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def find(folder: Path, resume: str, tell: Callable[[str], None]) -> Checkpoint | None:
+    return find_checkpoint(folder, resume, "run", one_rank(), tell)
 
 
 @pytest.fixture
@@ -44,80 +63,18 @@ def told() -> list[str]:
     return []
 
 
-def test_save_leaves_one_folder_with_the_files_of_every_rank_and_their_sizes(tmp_path: Path) -> None:
-    def save(topology: Topology) -> Path:
-        return make_saver(tmp_path, topology).save(FakeEngine(topology), TrainState(step=5))
-
-    paths = on_threads(2, save)
-    assert paths == [tmp_path / "step_000005"] * 2
-    assert names(tmp_path) == ["step_000005"]
-    manifest = read_manifest(paths[0])
-    assert set(manifest.files) == {
-        "rng_rank_00000.pt",
-        "rng_rank_00001.pt",
-        "zero_pp_rank_0_mp_rank_00_optim_states.pt",
-        "zero_pp_rank_1_mp_rank_00_optim_states.pt",
-    }
-    assert all((paths[0] / name).stat().st_size == size > 0 for name, size in manifest.files.items())
-    assert (manifest.step, manifest.steps_planned, manifest.layout["world"]) == (5, 12, 2)
-    assert {"torch", "deepspeed", "transformers", "python"} <= set(manifest.versions)
-
-
-def test_files_of_other_nodes_that_are_not_there_stop_the_save(tmp_path: Path) -> None:
-    class NodeLocal(FakeEngine):
-        def save(self, folder: Path, tag: str, client_state: dict[str, Any]) -> None:
-            if self.topology.rank == 0:
-                super().save(folder, tag, client_state)
-
-    results = on_threads(
-        2, lambda topology: make_saver(tmp_path, topology).save(NodeLocal(topology), TrainState(step=5))
-    )
-    assert isinstance(results[0], CheckpointError)
-    assert "1 of 2 optimizer shards" in str(results[0])
-    assert step_folders(tmp_path) == []
-
-
-def test_failed_save_ends_with_a_clear_error_and_leaves_the_older_checkpoints(tmp_path: Path) -> None:
-    save_steps(tmp_path, 5)
-
-    class FullDisk(FakeEngine):
-        def save(self, folder: Path, tag: str, client_state: dict[str, Any]) -> None:
-            (folder / tag / "half").write_text("cut sh")
-            raise OSError(28, "No space left on device")
-
-    with pytest.raises(CheckpointError, match="No space left on device"):
-        make_saver(tmp_path, one_rank()).save(FullDisk(one_rank()), TrainState(step=7))
-    assert find_checkpoint(tmp_path, "auto", print).manifest.step == 5  # type: ignore[union-attr]
-    save_steps(tmp_path, 8)  # and the next save clears the left-overs
-    assert names(tmp_path) == ["step_000005", "step_000008"]
-
-
-@pytest.mark.parametrize("keep, left", [(1, [30]), (2, [20, 30]), (0, [5, 10, 20, 30])])
-def test_retention_keeps_the_newest(tmp_path: Path, keep: int, left: list[int]) -> None:
-    save_steps(tmp_path, 5, 10, 20, 30, keep=keep)
-    assert names(tmp_path) == [f"step_{step:06d}" for step in left]
-
-
-def test_retention_counts_only_complete_ones_and_never_deletes_the_one_just_saved(tmp_path: Path) -> None:
-    save_steps(tmp_path, 5, 10)
-    (tmp_path / "step_000010" / "manifest.json").unlink()
-    save_steps(tmp_path, 12, keep=2)
-    assert names(tmp_path) == ["step_000005", "step_000012"]
-    save_steps(tmp_path, 3, keep=1)
-    assert names(tmp_path) == ["step_000003"]
-
-
-def test_saving_over_a_broken_checkpoint_of_the_same_step(tmp_path: Path) -> None:
-    save_steps(tmp_path, 5)
-    (tmp_path / "step_000005" / "stray").write_text("x")
-    (tmp_path / "step_000005" / "manifest.json").unlink()
-    save_steps(tmp_path, 5)
-    assert "stray" not in names(tmp_path / "step_000005")
-    read_manifest(tmp_path / "step_000005")
-
-
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def of_another_run(path: Path) -> None:
+    write_manifest(path, replace(read_manifest(path), run="other"))
 
 
 BREAKS: dict[str, Callable[[Path], object]] = {
@@ -128,6 +85,11 @@ BREAKS: dict[str, Callable[[Path], object]] = {
     "truncated manifest": lambda path: truncate(path / "manifest.json"),
     "foreign manifest": lambda path: (path / "manifest.json").write_text("{}"),
     "emptied": lambda path: (shutil.rmtree(path), path.mkdir()),
+    "flipped bit": lambda path: flip(path / "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+    "files of another step": lambda path: shutil.copytree(
+        path.with_name("step_000005"), path, dirs_exist_ok=True
+    ),
+    "another run's": lambda path: of_another_run(path),
 }
 
 
@@ -138,17 +100,21 @@ def test_broken_newest_is_passed_over_with_a_warning_by_auto_and_refused_by_path
     save_steps(tmp_path, 5, 10)
     broken = tmp_path / "step_000010"
     BREAKS[name](broken)
-    found = find_checkpoint(tmp_path, "auto", told.append)
+    found = find(tmp_path, "auto", told.append)
     assert found is not None and found.path.name == "step_000005"
     assert len(told) == 1 and "passing over" in told[0] and "step_000010" in told[0]
-    with pytest.raises(CheckpointError, match="step_000010"):
-        find_checkpoint(tmp_path, str(broken), told.append)
+    if name != "another run's":  # which may be asked for by name
+        refusal = r"step_000010.*Fix: name one checkpoint; the newest whole one: .*step_000005$"
+        with pytest.raises(CheckpointError, match=refusal):
+            find(tmp_path, str(broken), told.append)
+        with pytest.raises(CheckpointError, match=refusal):
+            find(tmp_path, "10", told.append)
 
 
 def test_auto_starts_anew_and_says_so_where_there_is_nothing(tmp_path: Path, told: list[str]) -> None:
-    assert find_checkpoint(tmp_path / "checkpoints", "auto", told.append) is None
+    assert find(tmp_path / "checkpoints", "auto", told.append) is None
     (tmp_path / "step_000004.partial").mkdir()  # killed in its first save
-    assert find_checkpoint(tmp_path, "auto", told.append) is None
+    assert find(tmp_path, "auto", told.append) is None
     assert all("starting from step 0" in line for line in told) and len(told) == 2
 
 
@@ -156,14 +122,14 @@ def test_auto_refuses_to_start_anew_over_broken_checkpoints(tmp_path: Path) -> N
     save_steps(tmp_path, 5)
     (tmp_path / "step_000005" / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="none of the 1 checkpoint"):
-        find_checkpoint(tmp_path, "auto", print)
+        find(tmp_path, "auto", print)
 
 
 def test_none_refuses_a_folder_with_checkpoints(tmp_path: Path) -> None:
-    assert find_checkpoint(tmp_path, "none", print) is None
+    assert find(tmp_path, "none", print) is None
     save_steps(tmp_path, 5)
     with pytest.raises(CheckpointError, match="resume=none"):
-        find_checkpoint(tmp_path, "none", print)
+        find(tmp_path, "none", print)
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty"])
@@ -172,7 +138,7 @@ def test_explicit_path_without_a_checkpoint_is_refused(tmp_path: Path, kind: str
     if kind == "empty":
         path.mkdir()
     with pytest.raises(CheckpointError, match="elsewhere"):
-        find_checkpoint(tmp_path / "own", str(path), print)
+        find(tmp_path / "own", str(path), print)
 
 
 def test_explicit_path_is_found_relative_to_the_start_folder(
@@ -180,13 +146,13 @@ def test_explicit_path_is_found_relative_to_the_start_folder(
 ) -> None:
     save_steps(tmp_path / "other", 5)
     monkeypatch.chdir(tmp_path)
-    found = find_checkpoint(tmp_path / "own", "other/step_000005", print)
+    found = find(tmp_path / "own", "other/step_000005", print)
     assert found is not None and found.path == tmp_path / "other" / "step_000005"
 
 
 def test_going_back_to_an_older_checkpoint_sets_the_newer_ones_aside(tmp_path: Path, told: list[str]) -> None:
     save_steps(tmp_path, 5, 10, 15)
-    chosen = find_checkpoint(tmp_path, str(tmp_path / "step_000005"), told.append)
+    chosen = find(tmp_path, str(tmp_path / "step_000005"), told.append)
     assert chosen is not None
     set_aside_newer(tmp_path, chosen, told.append)
     assert names(tmp_path) == ["step_000005", "step_000010.abandoned", "step_000015.abandoned"]
@@ -198,16 +164,125 @@ def test_going_back_to_an_older_checkpoint_sets_the_newer_ones_aside(tmp_path: P
     assert "step_000005" in names(tmp_path)
 
 
-@pytest.mark.parametrize("key, now", [("world", 4), ("sp", 2), ("stage", 1)])
-def test_another_layout_is_refused_naming_both_values_and_the_way_out(
-    tmp_path: Path, key: str, now: int
+def checkpoint_of(layout: dict[str, Any], **settings: Any) -> Checkpoint:
+    return Checkpoint(Path("step_000005"), Manifest(5, layout, 12, {}, {}, settings=settings))
+
+
+def test_other_ranks_and_stages_are_taken_and_cut_anew() -> None:
+    layout = LAYOUT | {"rows_per_step": 4, "nvme": False}
+    saved = checkpoint_of(layout)
+    assert fits_as_saved(saved, layout) and fits_as_saved(saved, layout | {"sp": 2})
+    for key, now in (("world", 4), ("stage", 1)):
+        check_layout(saved, layout | {key: now})
+        assert not way_of(saved, layout | {key: now}).as_saved
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        (
+            {"rows_per_step": 8, "accumulation": 2},
+            r"rows_per_step: saved 4, now 8.*engine\.accumulation=1 keeps 4",
+        ),
+        ({"rows_per_step": 6, "accumulation": 1}, "another number of ranks"),
+        (
+            {"model": {"parameters": 2}},
+            r"holds another model: saved {'parameters': 1}, now {'parameters': 2}",
+        ),
+        ({"nvme": True}, r"nvme: saved False, now True.*weights_from"),
+    ],
+)
+def test_a_layout_that_cannot_be_had_is_refused_with_both_and_the_way_out(
+    change: dict[str, Any], text: str
 ) -> None:
-    save_steps(tmp_path, 5)
-    found = find_checkpoint(tmp_path, "auto", print)
-    assert found is not None
-    check_layout(found, LAYOUT)
-    with pytest.raises(CheckpointError, match=rf"{key}: saved {LAYOUT[key]}, now {now}.*model\.path"):
-        check_layout(found, LAYOUT | {key: now})
+    layout = LAYOUT | {"rows_per_step": 4, "nvme": False, "model": {"parameters": 1}}
+    saved = checkpoint_of(layout)
+    check_layout(saved, layout)
+    with pytest.raises(CheckpointError, match=text):
+        check_layout(saved, layout | change)
+    if "rows_per_step" in change:
+        check_layout(saved, layout | change, ["engine.accumulation"])
+
+
+SETTINGS: dict[str, Any] = {
+    "name": "a",
+    "seed": 1,
+    "model": {"architecture": {"hidden_size": 32}, "tokenizer": None},
+    "data": {"path": "books", "micro_batch": 1},
+    "optim": {"name": "adamw", "lr": 0.1},
+    "checkpoint": {"every": 5},
+}
+
+
+def test_changed_settings_are_listed_and_spoiling_ones_refused_unless_forced_by_name() -> None:
+    saved = checkpoint_of(LAYOUT, **SETTINGS)
+    assert check_settings(saved, SETTINGS, []) == []
+    now = json.loads(json.dumps(SETTINGS))
+    now["name"], now["checkpoint"]["every"] = "b", 7  # of no consequence
+    now["optim"]["lr"], now["data"]["micro_batch"] = 0.2, 2
+    harmless = [str(each) for each in check_settings(saved, now, [])]
+    assert harmless == ["data.micro_batch: saved 1, now 2", "optim.lr: saved 0.1, now 0.2"]
+    now["data"]["path"], now["model"]["architecture"] = "novels", {"hidden_size": 32, "head_dim": 8}
+    now["optim"]["name"] = "sgd"
+    with pytest.raises(CheckpointError) as caught:
+        check_settings(saved, now, [])
+    for part in (
+        "data.path: saved 'books', now 'novels' (the text)",
+        "model.architecture.head_dim: saved None, now 8 (the model)",
+        "optim.name: saved 'adamw', now 'sgd' (the optimizer",
+        "checkpoint.force=[model.architecture.head_dim,data.path,optim.name]",
+        "weights_from=step_000005",
+    ):
+        assert part in str(caught.value)
+    assert "micro_batch" not in str(caught.value)
+    with pytest.raises(CheckpointError, match=r"force=\[optim.name\]"):
+        check_settings(saved, now, ["data", "model.architecture"])
+    assert len(check_settings(saved, now, ["data.path", "model", "optim.name"])) == 5
+
+
+def test_every_name_that_spoils_a_run_is_a_setting() -> None:
+    assert [name for name in SPOILING if name not in known_keys()] == []
+
+
+def test_damage_is_found_by_whichever_rank_reads_it_and_all_take_the_older_one(tmp_path: Path) -> None:
+    """The file belongs to one rank's share only, and that rank depends on the number of ranks."""
+
+    def save(topology: Topology) -> None:
+        saver = make_saver(tmp_path, topology, 0)
+        for step in (5, 10):
+            saver.save(FakeEngine(topology), TrainState(step=step))
+        saver.wait()
+
+    assert on_threads(2, save) == [None, None]
+    for file in sorted((tmp_path / "step_000010").glob("*.pt")):
+        whole = file.read_bytes()
+        flip(file)
+        for world in (1, 2, 3):
+            found = on_threads(
+                world, lambda topology: find_checkpoint(tmp_path, "auto", "run", topology, print)
+            )
+            assert [each.path.name for each in found] == ["step_000005"] * world, file.name
+        file.write_bytes(whole)
+    assert find(tmp_path, "auto", print).path.name == "step_000010"  # type: ignore[union-attr]
+
+
+def test_another_runs_checkpoint_is_refused_where_the_run_has_its_own(tmp_path: Path) -> None:
+    save_steps(tmp_path / "own", 5)
+    save_steps(tmp_path / "other", 7)
+    assert find(tmp_path / "empty", str(tmp_path / "other" / "step_000007"), print) is not None
+    with pytest.raises(CheckpointError, match=r"none of this run's checkpoints.*checkpoint\.resume=auto"):
+        find(tmp_path / "own", str(tmp_path / "other" / "step_000007"), print)
+
+
+def test_what_does_not_fit_is_refused_before_its_bytes_are_read(tmp_path: Path) -> None:
+    save_steps(tmp_path, 5, 10)
+    flip(tmp_path / "step_000010" / "rng_rank_00000.pt")
+
+    def judge(found: Checkpoint) -> None:
+        raise CheckpointError(f"{found.path.name} does not fit")
+
+    with pytest.raises(CheckpointError, match="step_000010 does not fit"):
+        find_checkpoint(tmp_path, "auto", "run", one_rank(), print, judge)
 
 
 def test_everything_is_put_back_on_every_rank(tmp_path: Path) -> None:
@@ -216,7 +291,9 @@ def test_everything_is_put_back_on_every_rank(tmp_path: Path) -> None:
     def save(topology: Topology) -> None:
         engine = FakeEngine(topology)
         engine.weight += topology.rank
-        make_saver(tmp_path, topology).save(engine, state)
+        saver = make_saver(tmp_path, topology)
+        saver.save(engine, state)
+        saver.wait()
 
     assert on_threads(2, save) == [None, None]
 
@@ -239,7 +316,7 @@ def test_random_states_go_on_where_they_were(tmp_path: Path) -> None:
     expected = draw()
     draw()
     topology = one_rank()
-    found = find_checkpoint(tmp_path, "auto", print)
+    found = find(tmp_path, "auto", print)
     assert found is not None
     load_checkpoint(found, FakeEngine(topology), FakeLoader([]), topology)
     assert draw() == expected
@@ -276,8 +353,8 @@ def test_frozen_parameters_are_part_of_the_fingerprint() -> None:
     assert model_fingerprint(free)["hash"] != model_fingerprint(frozen)["hash"]
 
 
-def test_a_runs_folder_in_place_of_a_checkpoint_names_the_newest(tmp_path: Path) -> None:
-    for step in (3, 5):
-        (tmp_path / "run" / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match=r"Fix: name one checkpoint, .*step_000005$"):
-        find_checkpoint(tmp_path / "other", str(tmp_path / "run"), print)
+def test_a_runs_folder_in_place_of_a_checkpoint_names_the_newest_whole_one(tmp_path: Path) -> None:
+    save_steps(tmp_path / "run" / "checkpoints", 3, 5)
+    flip(tmp_path / "run" / "checkpoints" / "step_000005" / "rng_rank_00000.pt")
+    with pytest.raises(CheckpointError, match=r"Fix: name one checkpoint; .*step_000003$"):
+        find(tmp_path / "other", str(tmp_path / "run"), print)

@@ -12,7 +12,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import pytest
 import yaml
 
-from stack.config import schema
+from stack.config import schema, schema_checkpoint, schema_faults
 from stack.config.convert import ELSEWHERE_CALLED, as_dict, as_yaml, convert, known_keys, nearest_keys
 from stack.config.ranges import RANGES
 from stack.config.schema import RunConfig
@@ -22,8 +22,9 @@ RANGED_ELSEWHERE = {"data.vocab_size"}
 
 
 def _classes() -> Iterator[ast.ClassDef]:
-    tree = ast.parse(inspect.getsource(schema))
-    yield from (node for node in tree.body if isinstance(node, ast.ClassDef))
+    for module in (schema, schema_checkpoint, schema_faults):
+        tree = ast.parse(inspect.getsource(module))
+        yield from (node for node in tree.body if isinstance(node, ast.ClassDef))
 
 
 def test_every_setting_has_a_docstring() -> None:

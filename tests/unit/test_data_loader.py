@@ -192,3 +192,17 @@ def test_an_empty_held_out_part_is_said(store: TokenStore) -> None:
     loader = EvalLoader(store, replace(DATA, eval_fraction=0.5), dp=1, dp_rank=0, max_rows=16)
     assert list(loader) == [] and len(loader) == 0
     assert "no document" in loader.describe()
+
+
+def test_documents_of_the_last_step_are_named_with_their_tokens_on_all_ranks(tmp_path: Path) -> None:
+    """Documents of 3, 6 and 3 tokens in rows of 4: what each rank tells is the whole step, not its part."""
+    store = counting_store(tmp_path / "three", [3, 6, 3])
+    for rank in range(2):
+        loader = make(store, replace(DATA, shuffle=False), dp=2, dp_rank=rank)
+        loader.next_step()
+        place = f"of test ({store.folder}), tokens"
+        assert loader.describe_last_step() == [
+            f"row 0: document 0 {place} 0 to 2",
+            f"row 0: document 1 {place} 0 to 0",
+            f"row 1: document 1 {place} 1 to 4",
+        ]

@@ -16,7 +16,8 @@ FAKES = {
 rc=0
 for node in 0 1 2 3 4; do SLURM_NODEID=$node "$@" || rc=$?; done
 exit $rc""",
-    "torchrun": 'printf "<%s>" "$@"; echo; [ "$SLURM_NODEID" != "$FAILING_NODE" ]',
+    # the early warning of the time limit is for the ranks below torchrun, which would die of it
+    "torchrun": 'kill -USR1 $$; printf "<%s>" "$@"; echo; [ "$SLURM_NODEID" != "$FAILING_NODE" ]',
 }
 
 
@@ -79,4 +80,4 @@ def test_directives_come_before_the_first_command() -> None:
     lines = SCRIPT.read_text().splitlines()
     first_command = next(index for index, line in enumerate(lines) if line and not line.startswith("#"))
     directives = [index for index, line in enumerate(lines) if line.startswith("#SBATCH ")]
-    assert len(directives) == 5 and max(directives) < first_command
+    assert len(directives) == 6 and max(directives) < first_command

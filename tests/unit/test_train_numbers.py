@@ -165,7 +165,7 @@ def test_held_out_loss_is_the_mean_over_targets_for_any_split(world: int, sp: in
     def work(topology: Topology) -> tuple[dict[str, Any], float]:
         engine = FakeEngine(topology)
         rows = [batch_of(*rows) for rows in split[topology.rank]]
-        return evaluate(engine, FakeMethod(), rows, topology), float(engine.weight)
+        return evaluate(engine, FakeMethod(), rows, topology) or {}, float(engine.weight)
 
     for numbers, weight in on_threads(world, work, sp):
         assert numbers["eval_targets"] == 7
@@ -176,6 +176,7 @@ def test_held_out_loss_is_the_mean_over_targets_for_any_split(world: int, sp: in
 
 def test_held_out_rows_without_a_target_have_no_loss() -> None:
     numbers = evaluate(FakeEngine(one_rank()), FakeMethod(), [batch_of(EMPTY)], one_rank())
+    assert numbers is not None
     assert math.isnan(numbers["eval_loss"]) and numbers["eval_targets"] == 0
 
 
@@ -197,15 +198,43 @@ def test_evaluation_comes_every_so_many_steps_and_at_the_end(every: int, due: li
     assert record["eval_loss"] is None
 
 
+def cut_evaluation(topology: Topology) -> Any:
+    """Rank 1 is asked to stop while the third of four micro-batches is evaluated."""
+    engine, asked = FakeEngine(topology), []
+    rows = [batch_of([4, 1, 2])] * 4
+    wish = lambda: topology.rank == 1 and len(asked) == 3  # noqa: E731  as short as the run's own
+
+    def evaluated(*args: Any) -> Any:
+        asked.append(1)
+        return plain(*args)
+
+    plain, engine.evaluate = engine.evaluate, evaluated  # type: ignore[method-assign]
+    return evaluate(engine, FakeMethod(), rows, topology, wish), len(asked)
+
+
+def test_evaluation_is_dropped_by_all_ranks_behind_the_same_micro_batch() -> None:
+    assert on_threads(2, cut_evaluation) == [(None, 3), (None, 3)]
+
+
 @pytest.mark.parametrize(
     "every, final, due", [(0, True, [7]), (0, False, []), (3, True, [3, 6, 7]), (3, False, [3, 6])]
 )
 def test_checkpoints_come_every_so_many_steps_and_at_the_end(every: int, final: bool, due: list[int]) -> None:
-    saved: list[int] = []
+    class Saves:
+        def save(self, engine: str, state: TrainState, metrics: dict[str, float]) -> None:
+            assert (engine, metrics) == ("engine", {})
+            calls.append(state.step)
 
-    def save(state: TrainState) -> Path:
-        saved.append(state.step)
-        return Path("somewhere")
+        def poll(self) -> None:
+            calls.append("poll")
 
-    steps_with(CheckpointHook(save, every, final, total_steps=7), "", 7)
+        def close(self) -> None:
+            calls.append("close")
+
+    calls: list[Any] = []
+    hook = CheckpointHook(Saves(), "engine", every, final, total_steps=7)
+    steps_with(hook, "", 7)
+    hook.close()
+    assert calls.count("poll") == 7 and calls[-1] == "close"
+    saved = [call for call in calls if call not in ("poll", "close")]
     assert saved == due

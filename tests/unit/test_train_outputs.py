@@ -37,6 +37,7 @@ def record_of(step: int, **values: Any) -> dict[str, Any]:
         "overflow_steps": 0,
         "empty_steps": 0,
         "small_steps": 0,
+        "dropped_steps": 0,
         "host_rss_gib": 0.5,
     }
     return record | values
@@ -151,24 +152,17 @@ def test_summary_names_places_counts_and_what_to_try() -> None:
     assert "stopped at step 0" in summarize([], places, 12, wandb_offline=False)
 
 
-def test_run_folder_is_the_same_after_a_restart_and_tells_changed_settings(tmp_path: Path) -> None:
+def test_run_folder_is_the_same_after_a_restart_with_the_settings_of_the_last_start(tmp_path: Path) -> None:
     told: list[str] = []
     folder, lock = take_folder(tmp_path / "runs" / "a", told.append)
-    write_config(folder, RunConfig(name="a"), told.append)
+    write_config(folder, RunConfig(name="a"))
     lock.close()
     assert yaml.safe_load(folder.config.read_text())["optim"]["lr"] == 1e-5
-    assert told == []
     again, lock = take_folder(tmp_path / "runs" / "a", told.append)
     cfg = RunConfig(name="a", optim=OptimConfig(lr=1e-3), data=DataConfig(seq_len=128))
-    write_config(again, cfg, told.append)
+    write_config(again, cfg)
     lock.close()
-    assert again == folder
-    assert len(told) == 1
-    assert (
-        "optim.lr 1e-05 -> 0.001" in told[0]
-        and "data.seq_len 4096 -> 128" in told[0]
-        and "seed" not in told[0]
-    )
+    assert again == folder and told == []
     assert yaml.safe_load(folder.config.read_text())["optim"]["lr"] == 1e-3
     assert sorted(path.name for path in folder.path.iterdir()) == ["config.yaml", "lock"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import copy
 import math
 import random
 import threading
@@ -46,8 +46,8 @@ class ThreadTopology(Topology):
             raise Ended from None
         return values
 
-    def sum(self, value: int | float) -> int | float:
-        return type(value)(sum(self.gather_objects(value)))
+    def sum_each(self, values: Any) -> Any:
+        return [sum(column) for column in zip(*self.gather_objects(list(values)), strict=True)]
 
     def barrier(self) -> None:
         self.gather_objects(None)
@@ -121,11 +121,19 @@ class FakeLoader:
         self.place += 1
         return self._windows[self.place - 1]
 
+    def describe_last_step(self) -> list[str]:
+        return [f"window {self.place}"]
+
     def state(self) -> dict[str, Any]:
         return {"place": self.place}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.place = state["place"]
+
+
+def shard_name(rank: int) -> str:
+    """As DeepSpeed names the optimizer shards at stages 1 to 3."""
+    return f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
 class FakeEngine:
@@ -162,13 +170,16 @@ class FakeEngine:
     def evaluate(self, method: Any, batch: MicroBatch) -> Tensor:
         return self._losses(batch)[0].float()
 
-    def save(self, folder: Path, tag: str, client_state: dict[str, Any]) -> None:
-        rank = self.topology.rank
-        content = {"weight": float(self.weight), "state": client_state}
-        (folder / tag / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").write_text(json.dumps(content))
+    def capture(
+        self, folder: Path, tag: str, client_state: dict[str, Any], to_host: bool = True
+    ) -> dict[str, Any]:
+        content = {"weight": float(self.weight), "state": copy.deepcopy(client_state)}
+        return {shard_name(self.topology.rank): content}
 
     def load(self, folder: Path, tag: str) -> dict[str, Any]:
-        rank = self.topology.rank
-        content = json.loads((folder / tag / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").read_text())
+        content = torch.load(folder / tag / shard_name(self.topology.rank), weights_only=True)
         self.weight = torch.tensor(content["weight"], dtype=torch.float64)
         return content["state"]
+
+    def fill(self, source: Any, with_states: bool = True) -> None:
+        self.calls.append(f"filled {'with' if with_states else 'without'} states")
