@@ -182,6 +182,8 @@ def _attend_as_a_gpu(cfg: RunConfig) -> None:
 class _Counted(LiveBytes):
     """Live bytes by phase and by part, on fake tensors."""
 
+    COUNTS_FAKE = True
+
     def __init__(self) -> None:
         super().__init__()
         self.phases: dict[str, Peak] = {}

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import save_on_cpu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -51,6 +52,9 @@ class LiveBytes(TorchDispatchMode):
     Tensors that exist before are found and counted on entering, but those of `HostStore` as host buffers.
     """
 
+    COUNTS_FAKE = False
+    """torch.compile keeps tensors that have no memory."""
+
     def __init__(self) -> None:
         super().__init__()
         self.device = self.host = self.peak_device = self.peak_host = self.at_start = 0
@@ -78,6 +82,8 @@ class LiveBytes(TorchDispatchMode):
         """host: None to look at who made the tensor."""
         for tensor in tensors:
             if tensor.layout != torch.strided or tensor.device.type == "meta":
+                continue
+            if isinstance(tensor, FakeTensor) and not self.COUNTS_FAKE:
                 continue
             storage = tensor.untyped_storage()
             key, num_bytes = storage._cdata, storage.nbytes()

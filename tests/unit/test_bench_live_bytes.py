@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
@@ -108,3 +109,14 @@ def test_buffers_of_a_host_store_count_on_the_host_from_step_to_step() -> None:
         assert live.device - live.at_start == 256 * KB
         del returned
         assert (live.device - live.at_start, live.host) == (0, 256 * KB)
+
+
+def test_tensors_without_memory_that_torch_compile_keeps_are_not_counted():
+    with FakeTensorMode():
+        kept = torch.empty(1 << 20)
+    with LiveBytes() as live:
+        before = live.device
+        with FakeTensorMode():
+            made = torch.empty(1 << 20)
+        assert live.device == before
+    assert kept.numel() == made.numel()
