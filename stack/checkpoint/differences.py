@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,8 @@ SPOILING = {
 """Settings and sections that a run is not continued under when they change, and what changes with them."""
 OPEN = ("model.architecture", "engine.overrides")
 """Sections of free names, in which a missing name means something. Elsewhere it is a setting of another version."""
+PATHS = ("data.path", "model.path", "model.tokenizer")
+"""Settings that name a folder; however it is spelt, the same folder is the same value."""
 ROWS = "engine.accumulation"
 """The name that takes another number of rows a step, whatever setting it comes from."""
 
@@ -55,7 +58,7 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[Difference]:
     found = []
     for key in [*after, *(key for key in before if key not in after)]:
         known = (key in before and key in after) or key.startswith(tuple(f"{name}." for name in OPEN))
-        if known and before.get(key) != after.get(key):
+        if known and _value(key, before) != _value(key, after):
             found.append(Difference(key, before.get(key), after.get(key)))
     return found
 
@@ -68,6 +71,11 @@ def spoils(difference: Difference) -> str | None:
 def is_forced(key: str, force: Sequence[str]) -> bool:
     """Whether `checkpoint.force` names the setting or a section that it lies in."""
     return any(_covers(name, key) for name in force)
+
+
+def _value(key: str, values: dict[str, Any]) -> Any:
+    value = values.get(key)
+    return os.path.realpath(os.path.expanduser(value)) if key in PATHS and value else value
 
 
 def _covers(name: str, key: str) -> bool:

@@ -10,7 +10,7 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
+from stack.checkpoint.export_folder import check_replaceable
+from stack.checkpoint.publish import remove_tree
 from stack.errors import CheckpointError
 from stack.models.build import BuiltModel
 
@@ -39,12 +41,14 @@ def export_hf(
     tokenizer: PreTrainedTokenizerBase | None = None,
     writes: bool = True,
     shard_bytes: int = SHARD_BYTES,
+    protected: Sequence[Path] = (),
 ) -> None:
-    """Write `folder`, replacing an earlier export there.
+    """Write `folder`, replacing an earlier export there and nothing else (`export_folder.py`).
 
     parameters: (name, whole tensor on the CPU), each parameter once, tied ones under their first name; None on ranks
     that do not write (`writes` False). The iterable is run to its end on every rank whatever happens, as gathering is
-    collective. dtype: type in the files and in the config.
+    collective. dtype: type in the files and in the config. protected: folders in use, besides the one that the model came
+    from.
 
     Raises CheckpointError on the writing rank, with nothing left behind; ranks have to agree on the outcome afterwards.
     """
@@ -55,7 +59,10 @@ def export_hf(
     part = folder.parent / f".{folder.name}.partial"
     remaining = iter(parameters)
     try:
-        _make_room(folder, part)
+        check_replaceable(folder, [*protected, *([built.folder] if built.folder else [])])
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
         _write_weights(built, remaining, part, dtype, shard_bytes)
         write_auxiliary(built, part, dtype, tokenizer)
         _sync(part)
@@ -69,17 +76,6 @@ def export_hf(
         # The other ranks go on gathering until the last parameter.
         for _ in remaining:
             pass
-
-
-def _make_room(folder: Path, part: Path) -> None:
-    replaceable = (folder / "config.json").is_file() or (folder.is_dir() and not any(folder.iterdir()))
-    if folder.exists() and not replaceable:
-        raise CheckpointError(
-            f"{folder} exists and is no exported model: it is not overwritten. Fix: move it away"
-        )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()
 
 
 def _write_weights(
@@ -183,13 +179,21 @@ def write_auxiliary(
 def keep_auxiliary(
     built: BuiltModel, run: Path, dtype: torch.dtype, tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
-    """Put what an export needs beside weights into the run's folder, in place of an earlier start's."""
+    """Put what an export needs beside weights into the run's folder, in place of an earlier start's.
+
+    Raises CheckpointError where the disk does not take it."""
     part, folder = run / f".{AUXILIARY}.partial", run / AUXILIARY
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()
-    write_auxiliary(built, part, dtype, tokenizer)
-    shutil.rmtree(folder, ignore_errors=True)
-    part.rename(folder)
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+        write_auxiliary(built, part, dtype, tokenizer)
+        shutil.rmtree(folder, ignore_errors=True)
+        part.rename(folder)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} cannot be written: {error}. Fix: free some space or mend the permissions, or set `out` to a folder "
+            "that can be written"
+        ) from error
 
 
 def _write_config(
@@ -242,6 +246,6 @@ def _put_in_place(part: Path, folder: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
         part.rename(folder)
-        shutil.rmtree(old)
+        remove_tree(old)
     else:
         part.rename(folder)

@@ -17,10 +17,11 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from stack.checkpoint.export_hf import AUXILIARY, export_hf
-from stack.checkpoint.find import find_checkpoint
+from stack.checkpoint.find import Checkpoint, find_checkpoint
+from stack.checkpoint.manifest import FILE_NAME, step_folders
 from stack.checkpoint.zero_files import ZeroFiles
 from stack.config.convert import convert
-from stack.config.schema import ModelConfig
+from stack.config.schema import ModelConfig, RunConfig
 from stack.data.tokenizer import load_tokenizer
 from stack.dist.topology import Topology
 from stack.errors import CheckpointError, ConfigError, Fault
@@ -71,38 +72,80 @@ def read_arguments(arguments: Sequence[str]) -> Request:
 
 
 def export_run(request: Request, tell: Callable[[str], None] = print) -> Path:
-    """Write the folder and return it. Raises CheckpointError, ConfigError, ModelError."""
+    """Write the folder and return it. Raises CheckpointError, ConfigError, ModelError.
+
+    The run may be under way, and delete a checkpoint that is read: where no step was asked for, the newest is taken then.
+    """
     os.environ.setdefault(
         "DS_ACCELERATOR", "cpu"
     )  # reading its files imports DeepSpeed, which would look for a device
-    start = time.monotonic()
+    found = _find(request, tell)
+    try:
+        out = _write(request, found, tell)
+    except CheckpointError as error:
+        if (found.path / FILE_NAME).is_file():
+            raise
+        if request.step is not None:
+            raise CheckpointError(
+                f"{found.path} was deleted while it was read. Fix: leave step= out for the newest one, or keep such steps "
+                "with checkpoint.keep or checkpoint.keep_every"
+            ) from error
+        tell(f"warning: {found.path.name} was deleted while it was read; taking the newest once more")
+        out = _write(request, _find(request, tell), tell)
+    if request.push:
+        _push(out, request.push, tell)
+    return out
+
+
+def _find(request: Request, tell: Callable[[str], None]) -> Checkpoint:
     alone = Topology(0, 1, 1, 1, 0, 0, torch.device("cpu"), None, None)
     wanted = "auto" if request.step is None else str(request.step)
-    found = find_checkpoint(request.run / "checkpoints", wanted, "", alone, tell)
-    auxiliary = request.run / AUXILIARY
-    if found is None or not (auxiliary / "config.json").is_file():
-        missing = (
-            "no checkpoint"
-            if found is None
-            else f"no {AUXILIARY}/config.json, which a run writes at its start"
-        )
+    folder = request.run / "checkpoints"
+    try:
+        found = find_checkpoint(folder, wanted, "", alone, tell)
+    except CheckpointError as error:
+        # Its advice is for a run that goes on from a checkpoint.
+        cause = str(error).partition(". Fix: ")[0].removeprefix(f"checkpoint.resume={wanted}: ")
+        there = ", ".join(path.name for path in step_folders(folder)) or "none"
+        raise CheckpointError(
+            f"nothing can be exported from {request.run}: {cause}. Fix: name a whole one by step=N (there are: {there}), or "
+            "copy one that is whole elsewhere into that folder"
+        ) from error
+    missing = "" if found else "no checkpoint"
+    if found and not (request.run / AUXILIARY / "config.json").is_file():
+        missing = f"no {AUXILIARY}/config.json, which a run writes at its start"
+    if not found or missing:
         raise CheckpointError(
             f"{request.run} holds {missing}. Fix: start the run with checkpoint.every or checkpoint.final"
         )
+    return found
+
+
+def _write(request: Request, found: Checkpoint, tell: Callable[[str], None]) -> Path:
+    start = time.monotonic()
+    auxiliary = request.run / AUXILIARY
     settings, _ = convert(found.manifest.settings)
     dtype = DTYPES[request.dtype or settings.engine.precision]
-    files = ZeroFiles(found.path, found.manifest)
+    try:
+        files = ZeroFiles(found.path, found.manifest)
+    except OSError as error:
+        raise CheckpointError(f"{found.path} cannot be read: {error}") from error
     model = ModelConfig(path=str(auxiliary))
     built = prepare_model(model, settings.data.seq_len, dtype, seed=0, reads_weights=False).built
     tokenizer = load_tokenizer(str(auxiliary)) if (auxiliary / "tokenizer_config.json").is_file() else None
     out = request.out or request.run / f"hf_{found.path.name}"
     tell(f"exporting {found.path} to {out} in {str(dtype).removeprefix('torch.')}")
-    export_hf(built, ((name, files.whole(name, dtype)) for name in files.shapes), out, dtype, tokenizer)
+    parameters = ((name, files.whole(name, dtype)) for name in files.shapes)
+    export_hf(built, parameters, out, dtype, tokenizer, protected=folders_in_use(settings, request.run))
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     tell(f"exported {size / 1e9:.3f} GB in {time.monotonic() - start:.1f} s: {out}")
-    if request.push:
-        _push(out, request.push, tell)
     return out
+
+
+def folders_in_use(settings: RunConfig, run: Path) -> list[Path]:
+    """What no export of this run may replace."""
+    sources = (settings.model.path, settings.model.tokenizer, settings.checkpoint.weights_from)
+    return [run, run / AUXILIARY, *(Path(source).expanduser() for source in sources if source)]
 
 
 def _push(folder: Path, name: str, tell: Callable[[str], None]) -> None:

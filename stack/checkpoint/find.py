@@ -7,7 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stack.checkpoint.manifest import Manifest, read_manifest, step_folder_name, step_folders, verify_files
+from stack.checkpoint.manifest import (
+    Manifest,
+    read_manifest,
+    step_folder_name,
+    step_folders,
+    stray_files,
+    verify_files,
+)
 from stack.dist.topology import Topology
 from stack.errors import CheckpointError
 
@@ -115,6 +122,12 @@ def _named(
         if good
         else "check the path"
     )
+    aside = topology.broadcast_object(sorted(path.parent.glob(f"{path.name}.abandoned*")))
+    if aside and not path.exists():
+        fix += (
+            f". It was set aside when the run went back: {', '.join(each.name for each in aside)}; to take it up again, mv "
+            f"{aside[-1]} {path}"
+        )
     raise CheckpointError(f"checkpoint.resume={resume}: {found}. Fix: {fix}")
 
 
@@ -137,6 +150,8 @@ def inspect(
         return str(found)
     if run and found.run and found.run != run:
         return f"{path} is of another run, {found.run!r}"
+    if topology.is_main and (strays := stray_files(path, found)):
+        say(f"warning: {path} holds files that were not saved with it: {', '.join(strays)}")
     if judge is not None:
         judge(Checkpoint(path, found))
     size, world = sum(found.files.values()), topology.world

@@ -20,6 +20,8 @@ from stack.errors import CheckpointError
 
 FILE_NAME = "manifest.json"
 CHUNK_BYTES = 8 * 2**20
+OWN_SUFFIXES = (".pt", ".json", ".safetensors")
+"""Of the files that a checkpoint consists of: a foreign one among them may be read in place of another."""
 _STEP_FOLDER = re.compile(r"step_(\d{6,})")
 
 
@@ -123,8 +125,8 @@ def parse_manifest(text: str) -> Manifest:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint that has all its files and no others, each of the saved size.
 
-    Hidden files, which file managers and network disks leave behind, do not count. Raises CheckpointError naming what is
-    missing, cut short or foreign.
+    Hidden files, which file managers and network disks leave behind, do not count, nor do files not named like a
+    checkpoint's: see `stray_files`. Raises CheckpointError naming what is missing, cut short or foreign.
     """
     path = folder / FILE_NAME
     if not folder.is_dir():
@@ -152,10 +154,20 @@ def _misfits(folder: Path, manifest: Manifest) -> Iterator[str]:
         if sizes.get(name) != size:
             yield f"{name} ({f'{sizes[name]} bytes' if name in sizes else 'missing'}, saved {size} bytes)"
     for name in sizes:
-        if name not in manifest.files and not name.rsplit("/", 1)[-1].startswith("."):
+        if name not in manifest.files and Path(name).suffix in OWN_SUFFIXES and not _is_hidden(name):
             yield f"{name} (foreign: it was not saved with the others; move it away)"
     if missing := missing_ranks(manifest.files, manifest.layout):
         yield f"{FILE_NAME} (lacks {missing})"
+
+
+def stray_files(folder: Path, manifest: Manifest) -> list[str]:
+    """Files that somebody put beside those of the checkpoint, such as notes; nothing reads them."""
+    names = list_files(folder).keys() - manifest.files.keys()
+    return sorted(name for name in names if not _is_hidden(name))
+
+
+def _is_hidden(name: str) -> bool:
+    return Path(name).name.startswith(".")
 
 
 def verify_files(folder: Path, manifest: Manifest, share: int = 0, shares: int = 1) -> None:

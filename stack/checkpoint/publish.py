@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
@@ -82,15 +83,25 @@ def publish(part: Path, manifest: Manifest) -> Path:
         sync_folder(folder)
     target = part.with_name(step_folder_name(manifest.step))
     replaced = part.with_name(f"{target.name}.replaced.partial")
-    if (
-        target.exists()
-    ):  # a broken one of the same step, passed over when the run was resumed, or the same once more
+    # A broken one of the same step, passed over when the run was resumed, or the same once more. A link counts, whether or
+    # not it leads anywhere.
+    if os.path.lexists(target):
         target.rename(replaced)
     part.rename(target)
     sync_folder(target.parent)
-    if replaced.exists():
-        shutil.rmtree(replaced)
+    # The new one is complete; what cannot be removed of the old one is tried again, and told, before the next save.
+    with suppress(OSError):
+        remove_tree(replaced)
     return target
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a folder with all in it. Of a link, which a person made to use another disk, only the link goes. Raises
+    OSError."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
 
 
 def check_set(part: Path, manifest: Manifest) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from stack.checkpoint.manifest import Manifest, read_manifest, step_folders
+from stack.checkpoint.publish import remove_tree
 from stack.config.schema_checkpoint import CheckpointConfig
 from stack.errors import CheckpointError
 
@@ -40,7 +40,7 @@ def delete_old(
     for path, manifest in own.items():
         if manifest.step not in kept and path != spare:
             # Renamed first, so that a deletion that is cut short leaves nothing that looks like a checkpoint.
-            shutil.rmtree(path.rename(path.with_name(f"{path.name}.partial")))
+            remove_tree(path.rename(path.with_name(f"{path.name}.partial")))
 
 
 def _of_run(path: Path, run: str) -> Manifest | None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from stack.checkpoint.manifest import rng_name, step_folder_name, step_folders
-from stack.checkpoint.publish import Origin, publish
+from stack.checkpoint.publish import Origin, publish, remove_tree
 from stack.checkpoint.retention import delete_old
 from stack.checkpoint.state import CLIENT_KEY, TrainState, random_state
 from stack.checkpoint.upload import Uploader
@@ -66,13 +66,17 @@ class Saver:
         """tell: takes a line for the person at the console, on rank 0, from any thread."""
         self.folder, self.topology, self.origin = folder, topology, origin
         self.policy, self.tell = policy, tell
-        self._uploader = Uploader(policy.upload, tell) if policy.upload and topology.is_main else None
+        self._uploader: Uploader | None = None
+        if policy.upload and topology.is_main:
+            # A folder for each run, so that runs with one address never take each other's copies for their own.
+            self._uploader = Uploader(f"{policy.upload.rstrip('/')}/{origin.run}", tell)
         self._flight: Flight | None = None
         self._state: dict[str, Any] = {}  # of the newest save
         self._error = ""  # of the newest save
         self._failures = 0  # in a row
         self._stall_s = 0.0
         self._copies_put_off = False
+        self._left: set[str] = set()  # names that could not be removed, and were told
 
     def save(self, engine: SavingEngine, state: TrainState, metrics: dict[str, float] | None = None) -> None:
         """Collective. Returns once the steps may go on; `step_NNNNNN` appears when it is complete. The same state again, at
@@ -143,7 +147,12 @@ class Saver:
         if self.folder.is_dir():
             for path in self.folder.iterdir():
                 if PARTIAL.fullmatch(path.name):
-                    shutil.rmtree(path)
+                    try:
+                        remove_tree(path)
+                    except OSError as error:
+                        if path.name not in self._left:
+                            self.tell(f"warning: {path} is left over and could not be removed: {error}")
+                        self._left.add(path.name)
 
     def _start(
         self, engine: SavingEngine, state: TrainState, metrics: dict[str, float], begin: float

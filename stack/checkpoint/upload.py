@@ -123,7 +123,7 @@ def upload(folder: Path, address: str, done: set[str], note: Callable[[str], Non
 
 
 def download(address: str, folder: Path) -> Path:
-    """Fetch a complete checkpoint from `address` into `folder`, which is complete or absent. Returns `folder`.
+    """Fetch a complete checkpoint from `address` (such as s3://BUCKET/FOLDER/RUN_NAME/step_000100) into `folder`, which is complete or absent. Returns `folder`.
 
     Raises CheckpointError if there is none, or if what arrives is not what was saved.
     """

@@ -38,8 +38,9 @@ class CheckpointConfig:
 
     upload: str | None = None
     """Address that each complete checkpoint is copied to behind the steps: `s3://BUCKET/FOLDER`, `gs://...` or any other
-    that fsspec knows. Its manifest goes last, so that the copy is complete or none. Trouble is said aloud, tried again
-    and never ends the run; copies are never deleted. None: no copy."""
+    that fsspec knows; it becomes ADDRESS/NAME/step_NNNNNN, by the run's name. Its manifest goes last, so that the copy is
+    complete or none. Trouble is said aloud, tried again and never ends the run; copies are never deleted. None: no
+    copy."""
 
     resume: str = "auto"
     """`auto`: the newest whole checkpoint of this run's folder, or a fresh start, said aloud; `none`: a fresh start,

@@ -31,4 +31,5 @@ class FaultsConfig:
     goes back to the newest checkpoint and passes over the step's data."""
 
     max_rollbacks: int = 3
-    """Times that a run may go back, over all its restarts, before it stops instead."""
+    """Times that a run may go back before it stops instead. Counted over restarts as well, as far as the checkpoints tell:
+    a run that is killed before it saved again does not remember that it went back."""

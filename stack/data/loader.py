@@ -45,6 +45,9 @@ class Loader:
         self._row = 0
         """Rows of this epoch that are done."""
 
+        self.tokenizer_hash = store.info.tokenizer_hash
+        """Of the tokenizer that made the ids; None if it is not known or there is none."""
+
         self._last_rows: list[int] = []
         self._order = self._make_order()
         self._identity = {
@@ -91,7 +94,12 @@ class Loader:
     def state(self) -> dict[str, Any]:
         """The position behind the last step, small, JSON, and the same on every rank and for any number of
         ranks."""
-        return {"epoch": self._epoch, "row": self._row, "identity": dict(self._identity)}
+        return {
+            "epoch": self._epoch,
+            "row": self._row,
+            "identity": dict(self._identity),
+            "tokenizer": self.tokenizer_hash,
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a saved position, at any number of ranks. Raises DataError if it belongs to other

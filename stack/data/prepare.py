@@ -193,6 +193,7 @@ def _write_store(
                 "text": text.text_hash,
                 "text_bytes": text.text_bytes,
                 "tokenizer": tokenizer,
+                "tokenizer_hash": encoder.fingerprint(),
                 "notes": text.notes(),
             }
         dropped = {reason: asdict(entry) for reason, entry in tally.dropped.items()}

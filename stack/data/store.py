@@ -62,6 +62,9 @@ class StoreInfo:
     notes: list[str] = field(default_factory=list)
     """What else the user should know of how the text became ids."""
 
+    tokenizer_hash: str | None = None
+    """Of all that decides the tokenizer's ids (`TextEncoder.fingerprint`); None if the source made ids."""
+
     format: int = FORMAT
 
 

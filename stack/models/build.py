@@ -102,7 +102,9 @@ def prepare_model(
     _freeze(model, cfg.freeze)
     plan = None
     if weights is not None:
-        plan = plan_weights(model, dict(weights), "checkpoint.weights_from") if weights else None
+        if weights:
+            plan = plan_weights(model, dict(weights), "checkpoint.weights_from")
+            plan.check_doubles(model)
     elif cfg.init == "scratch":
         check_rule(model)
     elif reads_weights or _weights_visible(found.folder):

@@ -84,8 +84,9 @@ class WeightPlan:
             one = first.values(model, _READ)[first.target]
             if not torch.equal(one, second.values(model, _READ)[second.target]):
                 raise ModelError(
-                    f"{second.target} and {name} differ in the folder, but its config ties them "
-                    "(tie_word_embeddings=true). Fix: set tie_word_embeddings to false in its config.json"
+                    f"{second.target} and {name} differ in the weights, but the model's config ties them "
+                    "(tie_word_embeddings=true). Fix: set tie_word_embeddings to false, in the model's config.json or by "
+                    "model.architecture.tie_word_embeddings=false"
                 )
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from stack.checkpoint.export_folder import check_replaceable
 from stack.checkpoint.export_hf import export_hf, keep_auxiliary
+from stack.checkpoint.export_run import folders_in_use
 from stack.config.schema import RunConfig
 from stack.data.store import TokenStore
 from stack.data.tokenizer import load_tokenizer
@@ -24,7 +26,12 @@ def run_tokenizer(cfg: RunConfig, store: TokenStore) -> Any:
 
 
 def keep_export_files(cfg: RunConfig, built: BuiltModel, store: TokenStore, folder: RunFolder) -> None:
-    """Beside the checkpoints, so that `launch/export.py` needs the run's folder alone. Run it on one rank."""
+    """Beside the checkpoints, so that `launch/export.py` needs the run's folder alone. Run it on one rank.
+
+    Raises CheckpointError, also where the export at the end would find its place taken.
+    """
+    if cfg.checkpoint.export:
+        check_replaceable(folder.model, folders_in_use(cfg, folder.path))
     if cfg.checkpoint.every or cfg.checkpoint.final:
         keep_auxiliary(built, folder.path, DTYPES[cfg.engine.precision], run_tokenizer(cfg, store))
 
@@ -40,4 +47,12 @@ def export_at_end(
     """Collective."""
     tokenizer = run_tokenizer(cfg, store) if topology.is_main else None
     dtype = DTYPES[cfg.engine.precision]
-    export_hf(built, engine.named_full_parameters(), folder.model, dtype, tokenizer, topology.is_main)
+    export_hf(
+        built,
+        engine.named_full_parameters(),
+        folder.model,
+        dtype,
+        tokenizer,
+        topology.is_main,
+        protected=folders_in_use(cfg, folder.path),
+    )

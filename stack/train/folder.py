@@ -69,7 +69,13 @@ def take_folder(path: Path, tell: Callable[[str], None]) -> tuple[RunFolder, Run
 
 
 def write_config(folder: RunFolder, cfg: RunConfig) -> None:
-    """Save the settings of this start. For rank 0 alone, once nothing can refuse them any more."""
+    """Save the settings of this start. For rank 0 alone, once nothing can refuse them any more. Raises LaunchError."""
     part = folder.config.with_name("config.yaml.partial")
-    part.write_text(as_yaml(cfg), encoding="utf-8")
-    os.replace(part, folder.config)
+    try:
+        part.write_text(as_yaml(cfg), encoding="utf-8")
+        os.replace(part, folder.config)
+    except OSError as error:
+        raise LaunchError(
+            f"{folder.config} cannot be written: {error}. Fix: free some space or mend the permissions, or set `out` to a "
+            "folder that can be written"
+        ) from error

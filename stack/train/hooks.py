@@ -76,16 +76,34 @@ class Saves(Protocol):
 
 class CheckpointHook:
     """Saves every `every` steps, and at the last step if `final`. Stands last, so that what the other hooks keep of a
-    step is kept before the step counts as saved. Closing it waits for the last save, and raises if that failed."""
+    step is kept before the step counts as saved. Closing it waits for the last save, and raises if that failed.
 
-    def __init__(self, saver: Saves, engine: Any, every: int, final: bool, total_steps: int):
-        self._saver, self._engine = saver, engine
+    going_back: the run may go back behind nonfinite steps. Between them nothing is saved then: the weights are the same, and
+    the checkpoints before them must not be deleted for it.
+    """
+
+    def __init__(
+        self,
+        saver: Saves,
+        engine: Any,
+        every: int,
+        final: bool,
+        total_steps: int,
+        going_back: bool = False,
+    ):
+        self._saver, self._engine, self._going_back = saver, engine, going_back
         self._every, self._final, self._total_steps = every, final, total_steps
 
     def after_step(self, state: TrainState, record: Record) -> None:
         self._saver.poll()
-        due = self._every > 0 and state.step % self._every == 0
+        between_bad = self._going_back and state.nonfinite_in_row > 0
+        due = self._every > 0 and state.step % self._every == 0 and not between_bad
         if due or (self._final and state.step == self._total_steps):
+            self.save(state, record)
+
+    def save(self, state: TrainState, record: Record) -> None:
+        """Save this step, with the metrics in its record, if the run saves at all."""
+        if self._every > 0 or self._final:
             names = ("loss", "eval_loss", "eval_perplexity")
             metrics = {name: record[name] for name in names if record.get(name) is not None}
             self._saver.save(self._engine, state, metrics)

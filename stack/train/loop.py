@@ -36,6 +36,8 @@ class Job:
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     go_back: Callable[[TrainState, list[int]], None] | None = None
     """Collective: puts everything, and the state given, back to a checkpoint before these steps, to be passed over."""
+    settle: Callable[[], None] = lambda: None
+    """Collective: returns once no save is under way."""
     wish: Callable[[], bool] = lambda: False
     """Whether this rank has been asked to stop the run."""
     enter: Callable[[str, str], None] = lambda kind, doing: None
@@ -148,9 +150,12 @@ def train(job: Job, state: TrainState, total_steps: int, meter: Meter, hooks: Se
     """
     if state.pending_record:
         record, state.pending_record = state.pending_record, {}
-        showing = [hook for hook in hooks if not isinstance(hook, CheckpointHook)]
-        if not call_hooks(job, state, record, showing):
+        saving = [hook for hook in hooks if isinstance(hook, CheckpointHook)]
+        if not call_hooks(job, state, record, [hook for hook in hooks if hook not in saving]):
             return True
+        for hook in saving:
+            job.enter("save", f"in the save behind step {state.step}")
+            hook.save(state, record)  # in place of the checkpoint whose record was not complete
     seen = state.step  # steps that were taken again after going back are not shown again
     while state.step < total_steps:
         job.enter("step", f"in step {state.step + 1}")
@@ -162,6 +167,7 @@ def train(job: Job, state: TrainState, total_steps: int, meter: Meter, hooks: Se
         verdict = job.bad_steps.judge(state, step)
         if verdict is not None and verdict.passed_over is not None:
             assert job.go_back is not None
+            job.enter("rollback", f"going back from step {state.step}")
             job.go_back(state, verdict.passed_over)
             continue
         again = state.step <= seen
@@ -171,6 +177,7 @@ def train(job: Job, state: TrainState, total_steps: int, meter: Meter, hooks: Se
             return True
         if verdict is not None and verdict.error is not None:
             job.enter("end", f"behind step {state.step}")
+            job.settle()  # what is being saved is not lost
             raise verdict.error
         if step.stop:
             return True

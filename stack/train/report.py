@@ -10,12 +10,14 @@ import matplotlib
 matplotlib.use("Agg")  # before pyplot: no display is needed, on a login node as little as in a job
 import matplotlib.pyplot as plt
 
+from stack.train.console import tell
+
 
 def draw_curve(records: list[dict[str, Any]], path: Path, title: str) -> None:
     """Loss, held-out loss and learning rate over the steps, as PNG. Steps without a loss leave a gap."""
     figure, axis = plt.subplots(figsize=(9, 5), dpi=120)
     steps = [record["step"] for record in records]
-    losses = [float("nan") if record["loss"] is None else record["loss"] for record in records]
+    losses = [float("nan") if record.get("loss") is None else record["loss"] for record in records]
     axis.plot(steps, losses, linewidth=1.2, label="loss", color="tab:blue")
     held_out = [
         (record["step"], record["eval_loss"]) for record in records if record.get("eval_loss") is not None
@@ -29,11 +31,20 @@ def draw_curve(records: list[dict[str, Any]], path: Path, title: str) -> None:
     axis.set_title(title)
     axis.grid(alpha=0.3)
     rate = axis.twinx()
-    rate.plot(steps, [record["lr"] for record in records], linewidth=0.8, color="tab:gray", alpha=0.6)
+    rate.plot(
+        steps,
+        [record.get("lr", float("nan")) for record in records],
+        linewidth=0.8,
+        color="tab:gray",
+        alpha=0.6,
+    )
     rate.set_ylabel("learning rate (grey)")
     axis.legend(loc="upper right")
     figure.tight_layout()
-    figure.savefig(path)
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        tell(f"warning: the curve could not be written to {path}: {error}")
     plt.close(figure)
 
 
@@ -50,7 +61,7 @@ def summarize(
         if _last(records) >= total_steps
         else f"The run stopped at step {_last(records)}.",
     ]
-    losses = [record["loss"] for record in records if record["loss"] is not None]
+    losses = [record["loss"] for record in records if record.get("loss") is not None]
     if losses:
         # One step may hold one row, whose loss says more of the row than of the model.
         recent = losses[-10:]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from stack.checkpoint.differences import is_forced
+from stack.checkpoint.export_hf import AUXILIARY
 from stack.checkpoint.find import Checkpoint, find_checkpoint
 from stack.checkpoint.load import (
     check_layout,
@@ -23,6 +25,7 @@ from stack.config.schema import RunConfig
 from stack.data.loader import Loader
 from stack.dist.topology import Topology
 from stack.engine.schedule import lr_factor
+from stack.errors import CheckpointError
 from stack.train.console import tell
 from stack.train.folder import RunFolder
 
@@ -83,6 +86,7 @@ def resume(
         )
     start = time.monotonic()
     state = load_checkpoint(checkpoint, engine, loader, topology, way)
+    check_tokenizer(checkpoint, state.loader.get("tokenizer"), loader.tokenizer_hash, cfg.checkpoint.force)
     if topology.is_main:
         size = sum(checkpoint.manifest.files.values())
         tell(
@@ -90,16 +94,48 @@ def resume(
         )
         if not way.with_states:
             tell("the optimizer starts anew: its states were saved by another one")
-        if state.loader != loader.state():
+        if state.loader | {"tokenizer": loader.tokenizer_hash} != loader.state():
             tell("the data is not what it was: it is read from its first row on")
         _tell_lr(cfg, checkpoint, state.step, total_steps)
         if state.step >= total_steps:
             tell(
                 f"all {total_steps} steps are done already: raise schedule.steps or schedule.epochs to go on"
             )
-        set_aside_newer(folder.checkpoints, checkpoint, tell)
+        _set_aside(folder, checkpoint)
     topology.barrier()
     return state
+
+
+def check_tokenizer(checkpoint: Checkpoint, saved: str | None, now: str | None, force: Sequence[str]) -> None:
+    """Raises CheckpointError where other text has made another tokenizer, and so given other ids to the saved weights.
+
+    saved, now: hashes of the tokenizers, None where none is known.
+    """
+    if None in (saved, now) or saved == now:
+        return
+    # The section `data` alone is too easily given for other text.
+    if is_forced("model.tokenizer", force) or "data.train_tokenizer" in force:
+        return
+    kept = checkpoint.path.parent.parent / AUXILIARY
+    names = ",".join(dict.fromkeys([*force, "data.train_tokenizer", "model.tokenizer"]))
+    keep = f"data.train_tokenizer=false model.tokenizer={kept} checkpoint.force=[{names}]"
+    taken = ",".join(dict.fromkeys([*force, "model.tokenizer"]))
+    raise CheckpointError(
+        f"{checkpoint.path} was trained on the ids of another tokenizer (saved {saved:.12}, now {now:.12}): its weights would "
+        "stand for other pieces of text; a tokenizer that data.train_tokenizer makes changes with the text. Fix: keep the "
+        f"saved one: {keep}; or take the new one all the same: checkpoint.force=[{taken}]"
+    )
+
+
+def _set_aside(folder: RunFolder, checkpoint: Checkpoint) -> None:
+    try:
+        set_aside_newer(folder.checkpoints, checkpoint, tell)
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoints that are newer than {checkpoint.path.name} could not be renamed, and the next restart would take "
+            f"them up: {error}. Fix: let {folder.checkpoints} be writable, or begin a new run from these weights: "
+            f"name=NEW_NAME checkpoint.weights_from={checkpoint.path}"
+        ) from error
 
 
 def _shape(layout: dict[str, Any]) -> str:

@@ -102,7 +102,7 @@ def run_ranks(
     checkpoint = look_for_checkpoint(cfg, folder, layout, topology)
     seed_everything(cfg.seed + topology.rank)
 
-    blank = judge_model(cfg, topology, find_weights(cfg, checkpoint, topology))
+    blank = judge_model(cfg, topology, find_weights(cfg, checkpoint, topology), checkpoint is not None)
     check_host_room(cfg, blank.built.spec, watch.env, topology.device.type == "cuda", tell)
     store = open_store(cfg, topology)
     watch_over(watch, cfg, blank.built.spec, folder, topology)
@@ -129,10 +129,10 @@ def run_ranks(
         folder.stopped.unlink(missing_ok=True)
 
     job = make_job(cfg, engine, loader, built, total_steps, topology, applied.lean)
-    saver = make_saver(cfg, folder, layout, total_steps, topology)
+    saver = make_saver(cfg, folder, layout, state, total_steps, topology)
     hooks = make_hooks(cfg, job, store, saver, folder, state, total_steps)
-    keeper = make_keeper(cfg, job, saver, folder, watch)
-    stopped = train(job, state, total_steps, Meter(topology, job.flops), hooks)
+    keeper = make_keeper(cfg, job, saver, folder, watch, state.step)
+    stopped = train(job, state, total_steps, Meter(topology, job.flops), hooks) or asked_late(job, watch)
     watch.enter("end", f"at the end, behind step {state.step}")
     if stopped:
         end_stopped(keeper, state, watch.stop.wish, folder.stopped, command)
@@ -199,8 +199,13 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def judge_model(cfg: RunConfig, topology: Topology, weights: Mapping[str, Entry] | None = None) -> BlankModel:
-    """The model without values: everything that can be wrong with it is found here. weights: see `find_weights`."""
+def judge_model(
+    cfg: RunConfig, topology: Topology, weights: Mapping[str, Entry] | None = None, resumed: bool = False
+) -> BlankModel:
+    """The model without values: everything that can be wrong with it is found here. weights: see `find_weights`.
+
+    resumed: a checkpoint will fill it, so that there is nothing to say of where its first weights come from.
+    """
     path, dtype = cfg.model.path, DTYPES[cfg.engine.precision]
     if faults := attention_faults(cfg.model.attention, topology.device.type, dtype):
         raise ConfigError(faults)
@@ -220,7 +225,10 @@ def judge_model(cfg: RunConfig, topology: Topology, weights: Mapping[str, Entry]
     if topology.is_main:
         drawn, read = f"drawn from seed {cfg.seed} (model.init=scratch)", f"read from {blank.built.folder}"
         given = f"checkpoint.weights_from={cfg.checkpoint.weights_from}"
-        tell(f"weights: {given if weights is not None else drawn if cfg.model.init == 'scratch' else read}")
+        if not resumed:
+            tell(
+                f"weights: {given if weights is not None else drawn if cfg.model.init == 'scratch' else read}"
+            )
         for note in blank.built.notes:
             tell(note)
     topology.barrier()  # no rank goes on to the collectives of building before all have found the model sound
@@ -322,20 +330,39 @@ def make_hooks(
         if mode != "disabled":
             hooks.append(WandbHook(log, mode, cfg.name, folder.path, asdict(cfg), earlier, tell))
     saving = cfg.checkpoint
-    hooks.append(CheckpointHook(saver, job.engine, saving.every, saving.final, total_steps))
+    going_back = cfg.faults.on_nonfinite == "rollback"
+    hooks.append(CheckpointHook(saver, job.engine, saving.every, saving.final, total_steps, going_back))
     return hooks
 
 
-def make_keeper(cfg: RunConfig, job: Job, saver: Saver, folder: RunFolder, watch: Watch) -> Keeper:
+def make_keeper(
+    cfg: RunConfig, job: Job, saver: Saver, folder: RunFolder, watch: Watch, start_step: int
+) -> Keeper:
     """What a stop, and a way back from bad steps, need of the checkpoints. From here on a signal is a wish to stop."""
     saves = cfg.checkpoint.every > 0 or cfg.checkpoint.final
     keeper = Keeper(
-        folder.checkpoints, saver, job.engine, job.loader, job.topology, saves, cfg.faults.max_rollbacks, tell
+        folder.checkpoints,
+        saver,
+        job.engine,
+        job.loader,
+        job.topology,
+        saves,
+        cfg.faults.max_rollbacks,
+        tell,
+        start_step,
     )
-    job.go_back, job.enter = keeper.go_back, watch.enter
+    job.go_back, job.settle, job.enter = keeper.go_back, keeper.settle, watch.enter
     job.wish = lambda: watch.stop.wish is not None
     watch.stop.defer()
     return keeper
+
+
+def asked_late(job: Job, watch: Watch) -> bool:
+    """Collective. Wait for the last save, which no signal may end; whether one came meanwhile, for the rest to be left to
+    the next start."""
+    watch.disarm()  # it takes as long as it takes
+    job.settle()
+    return job.topology.sum(int(job.wish())) > 0
 
 
 def finish(

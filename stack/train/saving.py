@@ -8,6 +8,7 @@ from typing import Any
 
 from stack.checkpoint.publish import Origin
 from stack.checkpoint.save import Saver
+from stack.checkpoint.state import TrainState
 from stack.config.convert import as_dict
 from stack.config.schema import RunConfig
 from stack.dist.topology import Topology
@@ -16,7 +17,12 @@ from stack.train.folder import RunFolder
 
 
 def make_saver(
-    cfg: RunConfig, folder: RunFolder, layout: dict[str, Any], total_steps: int, topology: Topology
+    cfg: RunConfig,
+    folder: RunFolder,
+    layout: dict[str, Any],
+    state: TrainState,
+    total_steps: int,
+    topology: Topology,
 ) -> Saver:
     """layout: see `Manifest.layout`. What a start that was cut short left behind is put in order."""
     origin = Origin(
@@ -27,7 +33,8 @@ def make_saver(
         wandb_run_id=lambda: wandb_run_id(folder.path),
     )
     saver = Saver(folder.checkpoints, topology, origin, cfg.checkpoint, tell)
-    if topology.is_main:
+    # A step whose record is pending is saved again: its checkpoint must not be replaced while it is copied elsewhere.
+    if topology.is_main and not state.pending_record:
         try:
             saver.prepare()
         except OSError as error:
@@ -37,5 +44,12 @@ def make_saver(
 
 def wandb_run_id(folder: Path) -> str | None:
     """The id under which W&B knows the run in `folder`, as `WandbMemory` notes it; None without W&B."""
-    file = folder / "wandb.json"
-    return json.loads(file.read_text(encoding="utf-8"))["run_id"] if file.is_file() else None
+    try:
+        return json.loads((folder / "wandb.json").read_text(encoding="utf-8"))["run_id"]
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+    ):  # a damaged file costs the id and no save; W&B tells of it
+        return None

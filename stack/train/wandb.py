@@ -43,17 +43,41 @@ class WandbMemory:
     """Names, below `wandb`, of the offline files of starts that finished."""
 
     @classmethod
-    def recall(cls, path: Path, resume_step: int) -> WandbMemory:
+    def recall(cls, path: Path, resume_step: int, tell: Callable[[str], None]) -> WandbMemory:
         """Of the starts before, if the run is resumed; a fresh start is a run of its own."""
-        memory = cls(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+        memory = cls._read(path, tell) if path.exists() else None
         if memory is not None:
             for left in (path.parent / "wandb").glob(f"offline-run-*-{memory.run_id}"):
                 if left.name not in memory.finished:  # an incomplete copy of the journal, which is sent again
-                    shutil.rmtree(left)
+                    try:
+                        shutil.rmtree(left)
+                    except OSError as error:
+                        tell(
+                            f"warning: {left} could not be removed: {error}; do not sync it, its steps come again"
+                        )
         if memory is None or resume_step == 0:
             memory = cls(uuid.uuid4().hex[:8])
-        memory.store(path)
+        try:
+            memory.store(path)
+        except OSError as error:
+            tell(f"warning: {path} cannot be written ({error}); a restart will be another run to W&B")
         return memory
+
+    @classmethod
+    def _read(cls, path: Path, tell: Callable[[str], None]) -> WandbMemory | None:
+        try:
+            memory = cls(**json.loads(path.read_text(encoding="utf-8")))
+            if (
+                isinstance(memory.run_id, str)
+                and isinstance(memory.last_step, int)
+                and isinstance(memory.finished, list)
+            ):
+                return memory
+            cause = "its values are none that this program writes"
+        except (OSError, ValueError, TypeError) as error:
+            cause = f"{type(error).__name__}: {error}"
+        tell(f"warning: {path} cannot be read ({cause}); from here on it is another run to W&B")
+        return None
 
     def store(self, path: Path) -> None:
         part = path.with_name(f"{path.name}.partial")
@@ -76,7 +100,7 @@ class WandbHook:
     ):
         """mode: `online` or `offline`. folder: of the run. earlier: the journal up to where the run is resumed."""
         self._mode, self._tell, self._path = mode, tell, folder / "wandb.json"
-        self._memory = WandbMemory.recall(self._path, earlier[-1]["step"] if earlier else 0)
+        self._memory = WandbMemory.recall(self._path, earlier[-1]["step"] if earlier else 0, tell)
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue()
         for record in earlier:
             self._queue.put(record)

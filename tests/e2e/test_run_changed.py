@@ -83,14 +83,39 @@ def test_spoiling_changes_pass_when_they_are_forced_by_name(capfd: pytest.Captur
         CheckpointError, match=r"checkpoint\.force=\[data\.path,engine\.precision,optim\.name\]"
     ):
         train("name=a", *TEXT, *change)
-    forced = "checkpoint.force=[data.path,engine.precision,optim.name]"
+    names = "data.path,engine.precision,optim.name"
+    # A tokenizer trained on other text would put the weights under other ids.
+    with pytest.raises(
+        CheckpointError, match=r"another tokenizer.*checkpoint\.force=\[data\.path,.*model\.tokenizer\]"
+    ):
+        train("name=a", *TEXT, *change, f"checkpoint.force=[{names}]")
+    forced = f"checkpoint.force=[{names},model.tokenizer]"
     records = train("name=a", *TEXT, *change, forced)
     output = capfd.readouterr().out
     assert "the optimizer starts anew" in output and "read from its first row on" in output
     assert records[:2] == first and records[2]["tokens_total"] > records[1]["tokens_total"]
+    assert [
+        line["step"] for line in train("name=a", *TEXT, *change[1:], f"data.path={Path('others').resolve()}")
+    ] == [1, 2, 3]
     Path("others", "0.txt").write_text("changed under the same path")
     with pytest.raises(DataError, match=r"belongs to other rows: content.*checkpoint\.force=\[data\.path\]"):
         train("name=a", *TEXT, *change, "schedule.steps=4")
+
+
+def test_the_saved_tokenizer_is_kept_for_other_text_as_the_refusal_says() -> None:
+    write_texts("texts", "ab")
+    write_texts("others", "xyz")
+    train("name=a", *TEXT, "schedule.steps=2")
+    saved = Path("runs/a/hf_files/tokenizer.json").read_bytes()
+    plan = ["schedule.steps=3", "data.path=others"]
+    with pytest.raises(CheckpointError) as caught:
+        train("name=a", *TEXT, *plan, "checkpoint.force=[data.path]")
+    advice = str(caught.value).partition("keep the saved one: ")[2].partition(";")[0].split(" ")
+    assert [line["step"] for line in train("name=a", *TEXT, *plan, *advice)] == [1, 2, 3]
+    assert Path("runs/a/hf_files/tokenizer.json").read_bytes() == saved
+    # And on from there under the same settings, none of them forced.
+    again = train("name=a", *TEXT, *plan, *advice[:2], "schedule.steps=4")
+    assert [line["step"] for line in again] == [1, 2, 3, 4]
 
 
 def test_more_rows_a_step_go_on_from_the_same_row_when_forced() -> None:
@@ -195,9 +220,37 @@ def test_export_says_what_is_missing_and_pushes_on_request(monkeypatch: pytest.M
         export_run(Request(Path("runs/a").resolve(), push="closed/a"), print)
     with pytest.raises(CheckpointError, match=r"no checkpoint folder .*step_000007.*step_000001"):
         export_run(Request(Path("runs/a").resolve(), step=7), print)
+    with pytest.raises(CheckpointError, match="in use: it is not overwritten"):
+        export_run(Request(Path("runs/a").resolve(), out=Path("runs").resolve()), print)
     shutil.rmtree("runs/a/hf_files")
     with pytest.raises(CheckpointError, match=r"no hf_files/config\.json"):
         export_run(Request(Path("runs/a").resolve()), print)
+
+
+def test_export_beside_a_run_that_deletes_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    train("name=a", "schedule.steps=2", "checkpoint.every=1")
+    run, told = Path("runs/a").resolve(), list[str]()
+    newest = run / "checkpoints" / "step_000002"
+    shutil.copytree(newest, "kept")
+
+    def vanish(path: Path, manifest: Any) -> ZeroFiles:
+        files = ZeroFiles(path, manifest)
+        if path == newest:
+            shutil.rmtree(path)
+        return files
+
+    monkeypatch.setattr(module, "ZeroFiles", vanish)
+    assert export_run(Request(run), told.append) == run / "hf_step_000001"
+    assert any("step_000002 was deleted while it was read" in line for line in told)
+    shutil.copytree("kept", newest)
+    with pytest.raises(CheckpointError, match=r"was deleted while it was read.*leave step= out"):
+        export_run(Request(run, step=2), told.append)
+    (run / "checkpoints" / "step_000001" / "manifest.json").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"nothing can be exported.*has no manifest\.json.*step=N"
+    ) as caught:
+        export_run(Request(run), told.append)
+    assert "step 0" not in str(caught.value) and "checkpoint.resume" not in str(caught.value)
 
 
 def test_arguments_of_the_export_are_all_judged_at_once() -> None:

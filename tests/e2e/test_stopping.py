@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from stack.checkpoint.manifest import read_manifest
 from tests.e2e.kills import OVERRIDES, STEPS, Siege, numbers
 from tests.forks import ForkedJob, Nursery
 from tests.wandb_files import offline_runs
@@ -72,9 +73,13 @@ def test_stops_at_every_moment_lose_nothing(place: Place) -> None:
 def test_stop_in_the_last_evaluation_leaves_it_to_the_next_start(place: Place) -> None:
     more = ("schedule.steps=4", "log.eval_every=0", "log.wandb=disabled")
     assert place.run("last", f"TERM 1 evaluation {4}", *more)[0] == [0, 0]
-    for _ in range(2):  # a third start finds nothing to do
-        codes, job = place.run("last", "", *more)
+    # A signal while the last save is awaited leaves the export to the next start; a third finds nothing to do.
+    folder = place.folder / "runs" / "last"
+    for trouble in ("TERM 0 end 0", "", ""):
+        codes, job = place.run("last", trouble, *more)
         assert codes == [0, 0], job.output
+        assert (folder / "stopped.json").exists() == bool(trouble) != (folder / "hf").exists()
+        assert "eval_loss" in read_manifest(folder / "checkpoints" / "step_000004").metrics
         records = numbers(place.folder / "runs" / "last")
         assert [record["step"] for record in records] == [1, 2, 3, 4] and "eval_loss" in records[-1]
 

@@ -2,7 +2,7 @@
 
 Each is: what, on which rank, where, in which step (counted from 1). What: a signal's name, which the rank sends itself;
 TWICE (two SIGTERMs, the second long after the first); HANG; HOLD (the same with Python's lock held); OOM; NAN and SPIKE
-(of the loss, as often as the step is taken). Where: start, step, evaluation, save.
+(of the loss, as often as the step is taken). Where: start, step, evaluation, save, end (waiting for the save under way).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # before the imports below, as train.run does
+from stack.checkpoint.save import Saver
 from stack.dist import hub, watch
 from stack.engine import build
 from stack.engine.handle import Engine
@@ -90,5 +91,6 @@ if __name__ == "__main__":
     Engine.forward_backward = with_trouble("step", Engine.forward_backward)  # type: ignore[method-assign]
     Engine.evaluate = with_trouble("evaluation", Engine.evaluate)  # type: ignore[method-assign]
     Engine.capture = with_trouble("save", Engine.capture)  # type: ignore[method-assign]
+    Saver.wait = with_trouble("end", Saver.wait)  # type: ignore[method-assign]
     build.build_engine = with_trouble("start", build.build_engine)
     runpy.run_path(str(Path(__file__).parents[2] / "launch" / "train.py"), run_name="__main__")

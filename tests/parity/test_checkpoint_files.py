@@ -229,7 +229,7 @@ OF_THE_FOLDER: dict[str, tuple[str, Callable[[Path, Path], object]]] = {
     "a wrong rank's random states": (RNG[1], lambda path, two: put(path / RNG[1], path / RNG[0])),
     "a wrong rank's optimizer shard": (OPTIM[0], lambda path, two: put(path / OPTIM[0], path / OPTIM[1])),
     "a shard of a third rank": ("zero_pp_rank_2", lambda path, two: (path / "zero_pp_rank_2_mp_rank_00_optim_states.pt").write_text("x")),
-    "a foreign file": ("notes.txt", lambda path, two: (path / "notes.txt").write_text("x")),
+    "a foreign file": ("notes.json", lambda path, two: (path / "notes.json").write_text("x")),
     "a foreign folder": ("inner/a.pt", lambda path, two: shutil.copytree(two / "step_000001", path / "inner") and (path / "inner/a.pt").write_text("x")),
     "emptied": (FILE_NAME, lambda path, two: (shutil.rmtree(path), path.mkdir())),
     "another step under its name": (FILE_NAME, lambda path, two: (shutil.rmtree(path), shutil.copytree(two / "step_000001", path))),

@@ -84,6 +84,7 @@ class Course:
             max_nonfinite_steps=1,
             faults=faults,
             go_back=self.go_back,
+            settle=lambda: self.told.append("settled"),
             tell=self.told.append,
             **settings,
         )
@@ -172,3 +173,4 @@ def test_stop_at_a_spike_comes_after_the_hooks_have_seen_it() -> None:
     with pytest.raises(SpikeError, match="step 4: spike"):
         course.run()
     assert course.steps() == [1, 2, 3, 4]
+    assert course.told == ["step 4 read window 4", "settled"]  # what is being saved is not lost

@@ -358,3 +358,27 @@ def test_a_runs_folder_in_place_of_a_checkpoint_names_the_newest_whole_one(tmp_p
     flip(tmp_path / "run" / "checkpoints" / "step_000005" / "rng_rank_00000.pt")
     with pytest.raises(CheckpointError, match=r"Fix: name one checkpoint; .*step_000003$"):
         find(tmp_path / "other", str(tmp_path / "run"), print)
+
+
+def test_notes_beside_a_checkpoints_files_are_named_and_do_no_harm(tmp_path: Path, told: list[str]) -> None:
+    save_steps(tmp_path, 5, 10)
+    (tmp_path / "step_000010" / "notes.md").write_text("the good one")
+    found = find(tmp_path, "auto", told.append)
+    assert found is not None and found.path.name == "step_000010"
+    assert told == [f"warning: {tmp_path / 'step_000010'} holds files that were not saved with it: notes.md"]
+    for name in ("zero_pp_rank_1_mp_rank_00_optim_states.pt", "a.json", "model.safetensors"):
+        stray = tmp_path / "step_000010" / name
+        stray.write_text("x")
+        assert find(tmp_path, "auto", told.append).path.name == "step_000005"  # type: ignore[union-attr]
+        stray.unlink()
+
+
+def test_a_step_that_was_set_aside_is_named_with_the_way_to_take_it_up_again(tmp_path: Path) -> None:
+    save_steps(tmp_path, 5, 10)
+    (tmp_path / "step_000010").rename(tmp_path / "step_000010.abandoned")
+    aside = rf"set aside.*mv {tmp_path}/step_000010\.abandoned {tmp_path}/step_000010$"
+    for resume in ("10", str(tmp_path / "step_000010")):
+        with pytest.raises(CheckpointError, match=aside):
+            find(tmp_path, resume, print)
+    with pytest.raises(CheckpointError, match=r"step_000007.*newest whole one: .*step_000005$"):
+        find(tmp_path, "7", print)

@@ -13,6 +13,7 @@ import pytest
 
 import stack.checkpoint.upload as upload_module
 from stack.checkpoint.manifest import FILE_NAME, read_manifest, verify_files
+from stack.checkpoint.publish import Origin
 from stack.checkpoint.save import Saver
 from stack.checkpoint.state import TrainState
 from stack.checkpoint.upload import Uploader, download, upload
@@ -20,7 +21,7 @@ from stack.config.checks import check
 from stack.config.schema import RunConfig
 from stack.config.schema_checkpoint import CheckpointConfig
 from stack.errors import CheckpointError
-from tests.unit.saving_rig import make_saver, names, save_steps
+from tests.unit.saving_rig import LAYOUT, make_saver, names, save_steps
 from tests.unit.train_fakes import FakeEngine, one_rank
 
 
@@ -78,13 +79,25 @@ def test_each_published_checkpoint_is_copied_and_comes_back_whole(
         saver.close()  # until it is copied
     assert names(tmp_path / "own") == ["step_000005"]
     files = [*read_manifest(tmp_path / "own" / "step_000005").files, FILE_NAME]
-    assert far(address) == sorted(f"step_{step:06d}/{file}" for step in (3, 5) for file in files)
-    assert f"step_000005 is copied to {address}/step_000005" in told
+    assert far(address) == sorted(f"mine/step_{step:06d}/{file}" for step in (3, 5) for file in files)
+    assert f"step_000005 is copied to {address}/mine/step_000005" in told
 
-    back = download(f"{address}/step_000005", tmp_path / "back" / "step_000005")
+    back = download(f"{address}/mine/step_000005", tmp_path / "back" / "step_000005")
     verify_files(back, read_manifest(back))
     assert read_manifest(back) == read_manifest(tmp_path / "own" / "step_000005")
     assert names(tmp_path / "back") == ["step_000005"]
+
+
+def test_runs_with_one_address_keep_their_own_copies(tmp_path: Path) -> None:
+    address = f"memory://{tmp_path.name}/shared"
+    for run in ("one", "two"):
+        policy = CheckpointConfig(upload=address)
+        saver = Saver(tmp_path / run, one_rank(), Origin(run, LAYOUT, 12), policy, print)
+        saver.save(FakeEngine(one_rank()), TrainState(step=3))
+        saver.close()
+    for run in ("one", "two"):
+        back = download(f"{address}/{run}/step_000003", tmp_path / "back" / run / "step_000003")
+        assert read_manifest(back).run == run
 
 
 def test_a_copy_without_its_manifest_is_none_and_a_damaged_one_is_refused(
@@ -217,7 +230,7 @@ def test_a_stop_does_not_wait_for_copies_and_the_next_start_makes_them(
     again = make_saver(tmp_path, one_rank(), told, upload=address)
     again.prepare()
     again.close()
-    assert f"step_000003/{FILE_NAME}" in far(address)
+    assert f"mine/step_000003/{FILE_NAME}" in far(address)
     go_on.set()
 
 

@@ -156,12 +156,55 @@ def test_an_earlier_export_is_replaced_whole(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_other_folders_are_not_touched(tmp_path: Path) -> None:
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "thesis.txt").write_text("years of work")
-    with pytest.raises(CheckpointError, match="not overwritten"):
-        export(build(), tmp_path / "hf")
-    assert (tmp_path / "hf" / "thesis.txt").read_text() == "years of work"
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        (["thesis.txt"], "thesis.txt"),
+        (["config.json", "thesis.txt"], "thesis.txt"),
+        (["config.json", "model.safetensors", "README.md"], "README.md"),
+        (["config.json", "model.safetensors", "checkpoints/step_000001"], "checkpoints/"),
+        (["config.json", "tokenizer.json"], "not config.json with weights"),
+        (["model.safetensors"], "not config.json with weights"),
+    ],
+)
+def test_other_folders_are_not_touched(files: list[str], says: str, tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("years of work")
+    before = tree(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"{says}.*not overwritten.*out=FOLDER"):
+        export(build(), folder)
+    assert tree(tmp_path) == before
+    with pytest.raises(CheckpointError, match="is a file: it is not overwritten"):
+        export(build(), folder / files[0] if "/" not in files[0] else folder)
+
+
+def test_folders_in_use_are_not_replaced(tmp_path: Path) -> None:
+    """Although they look like an earlier export."""
+    built = build_model(pretrained(saved(tmp_path / "run" / "model")), 32, torch.float32, 0)
+    before = tree(tmp_path)
+    for folder, protected in [
+        ("run/model", []),
+        ("run/model", [tmp_path / "run/model/config.json"]),
+        ("run", []),
+    ]:
+        parameters = built.model.named_parameters()
+        with pytest.raises(CheckpointError, match="in use: it is not overwritten"):
+            export_hf(built, parameters, tmp_path / folder, torch.float32, protected=protected)
+    assert tree(tmp_path) == before
+
+
+def test_of_a_linked_export_only_the_link_is_replaced(tmp_path: Path) -> None:
+    export(build(), tmp_path / "elsewhere")
+    before = tree(tmp_path / "elsewhere")
+    (tmp_path / "hf").symlink_to(tmp_path / "elsewhere")
+    export(build("llama"), tmp_path / "hf")
+    assert tree(tmp_path / "elsewhere") == before and not (tmp_path / "hf").is_symlink()
 
 
 @pytest.mark.parametrize(

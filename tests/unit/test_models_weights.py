@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from stack.errors import ModelError
 from stack.models.build import build_model, prepare_model
 from stack.models.safetensors_file import read_headers
-from tests.unit.models_rig import logits, plain_model, pretrained, saved
+from tests.unit.models_rig import logits, plain_model, pretrained, saved, scratch
 
 Change = Callable[[dict[str, torch.Tensor]], None]
 
@@ -40,6 +40,7 @@ def put(name: str, tensor: torch.Tensor) -> Change:
     return change
 
 
+EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.layers.1.input_layernorm.weight"
 
 
@@ -99,6 +100,23 @@ def test_weights_of_another_config(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1, "layer_types": None}))
     with pytest.raises(ModelError, match=r"unexpected: model.layers.1"):
         prepare_model(pretrained(folder), 32, torch.float32, 0)
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_trained_head_is_not_dropped_for_a_tie(equal: bool, tmp_path: Path) -> None:
+    """Whether the weights come from the model's folder or, by checkpoint.weights_from, from another."""
+    folder = saved(tmp_path / "model", tie_word_embeddings=False)
+    if equal:
+        change_weights(folder, lambda tensors: tensors.update({"lm_head.weight": tensors[EMBEDDING].clone()}))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    given = scratch(tie_word_embeddings=True)
+    for cfg, weights in ((pretrained(folder), None), (given, read_headers(folder))):
+        if equal:
+            prepare_model(cfg, 32, torch.float32, 0, weights=weights)
+            continue
+        with pytest.raises(ModelError, match=r"lm_head\.weight.*differ.*tie_word_embeddings=false"):
+            prepare_model(cfg, 32, torch.float32, 0, weights=weights)
 
 
 def test_left_overs_that_transformers_ignores_are_ignored(tmp_path: Path) -> None:

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from stack.checkpoint.manifest import hash_of
 from stack.checkpoint.state import TrainState
 from stack.dist.env import RankEnv
-from stack.errors import CheckpointError, RollbackError
+from stack.errors import CheckpointError, DataError, RollbackError
 from stack.train import stopping
-from stack.train.stopping import Keeper, end_stopped, resume_command
-from tests.unit.train_fakes import one_rank
+from stack.train.stopping import Keeper, end_stopped, from_newest, resume_command
+from tests.unit.saving_rig import make_saver, names
+from tests.unit.train_fakes import FakeEngine, FakeLoader, one_rank
 
 
 class FakeSaver:
@@ -39,7 +41,9 @@ class FakeSaver:
 
 
 def keeper(folder: Path, saver: FakeSaver, saves: bool = True) -> Keeper:
-    return Keeper(folder, saver, None, None, one_rank(), saves, max_rollbacks=2, tell=lambda text: None)
+    return Keeper(
+        folder, saver, None, FakeLoader([]), one_rank(), saves, max_rollbacks=2, tell=lambda text: None
+    )
 
 
 def test_stop_saves_this_step_and_leaves_a_marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,10 +84,121 @@ def test_stop_whose_checkpoint_fails_leaves_no_marker(tmp_path: Path) -> None:
 
 def test_going_back_needs_a_checkpoint_and_is_done_so_often(tmp_path: Path) -> None:
     kept = keeper(tmp_path, FakeSaver("a save that failed is no reason"))
-    with pytest.raises(RollbackError, match="no checkpoint before it"):
+    with pytest.raises(RollbackError, match=r"no whole checkpoint before it.*checkpoint\.keep"):
         kept.go_back(TrainState(step=7), [6, 7])
     with pytest.raises(RollbackError, match=r"2 time\(s\) already, faults\.max_rollbacks=2"):
         kept.go_back(TrainState(step=7, rollbacks=2), [7])
+
+
+class Rows(FakeLoader):
+    """A loader that knows its rows from others."""
+
+    def __init__(self, rows: str, place: int):
+        super().__init__([])
+        self.rows, self.place = rows, place
+
+    def state(self) -> dict[str, Any]:
+        return {"rows": self.rows, "place": self.place}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        if state["rows"] != self.rows:
+            raise DataError("the saved position belongs to other rows")
+        self.place = state["place"]
+
+
+def saved_course(folder: Path, told: list[str], *, rows: str = "old", start_step: int = 0) -> Keeper:
+    """Checkpoints of steps 2, 4 and 6 that read the `old` rows; today's loader reads `rows`, from the first on."""
+    saver = make_saver(folder, one_rank(), keep=0)
+    for step in (2, 4, 6):
+        state = TrainState(step=step, loader={"rows": "old", "place": step}, pending_record={"step": step})
+        saver.save(FakeEngine(one_rank()), state)
+    saver.wait()
+    loader = Rows(rows, 0)
+    keeper = Keeper(
+        folder, saver, FakeEngine(one_rank()), loader, one_rank(), True, 2, told.append, start_step
+    )
+    loader.place = 9  # it has read on since
+    return keeper
+
+
+def test_going_back_passes_over_damaged_checkpoints_and_those_of_other_runs(tmp_path: Path) -> None:
+    told: list[str] = []
+    kept, state = saved_course(tmp_path, told), TrainState(step=8, rollbacks=1)
+    manifest = tmp_path / "step_000006" / "manifest.json"
+    content = json.loads(manifest.read_text()) | {"run": "theirs"}
+    content["digest"] = hash_of({key: value for key, value in content.items() if key != "digest"})
+    manifest.write_text(json.dumps(content))
+    flip(tmp_path / "step_000004" / "rng_rank_00000.pt")
+    kept.go_back(state, [7, 8])
+    warnings = [line for line in told if line.startswith("warning: passing over")]
+    assert "step_000006 is of another run" in warnings[0] and "step_000004 is damaged" in warnings[1]
+    assert (state.step, state.rollbacks, state.passed_over, kept.loader.place) == (2, 2, [7, 8], 2)
+    assert state.pending_record == {}  # else it would be shown again at the next start
+    assert names(tmp_path) == ["step_000002", "step_000004.abandoned", "step_000006.abandoned"]
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_going_back_to_where_the_data_was_changed_reads_the_new_rows_from_the_first_on(
+    tmp_path: Path,
+) -> None:
+    kept, state = saved_course(tmp_path, [], rows="new", start_step=6), TrainState(step=8)
+    kept.go_back(state, [7, 8])
+    assert state.step == 6 and kept.loader.place == 0
+    assert state.loader == {"rows": "new", "place": 0}
+
+
+def test_going_back_behind_a_change_of_the_data_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    kept = saved_course(tmp_path, [], rows="new", start_step=5)
+    with pytest.raises(
+        RollbackError, match=r"step_000006.*other data.*checkpoint\.resume=6, with checkpoint\.force"
+    ):
+        kept.go_back(TrainState(step=8), [7, 8])
+    assert names(tmp_path) == ["step_000002", "step_000004", "step_000006"]
+
+
+def test_an_end_waits_for_the_save_under_way_whatever_becomes_of_it(tmp_path: Path) -> None:
+    class Slow(FakeSaver):
+        def wait(self) -> None:
+            self.saved.append(0)
+            super().wait()
+
+    for error in ("", "disk full"):
+        told, saver = [], Slow(error)
+        kept = keeper(tmp_path, saver)
+        kept.tell = told.append
+        kept.settle()
+        assert saver.saved == [0] and told == [f"warning: {error}"] * bool(error)
+        with pytest.raises(RollbackError, match="time"):
+            kept.go_back(TrainState(step=7, rollbacks=2), [7])
+        assert saver.saved == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("given", "printed"),
+    [
+        ("checkpoint.resume=2", "checkpoint.resume=auto"),
+        ("+checkpoint.resume=none", "+checkpoint.resume=auto"),
+        ("'++checkpoint.resume=/a b/step_000002'", "++checkpoint.resume=auto"),
+        ("'checkpoint.force=[data.path]'", "'checkpoint.force=[data.path]'"),
+        ("checkpoint.weights_from=checkpoint.resume=2", "checkpoint.weights_from=checkpoint.resume=2"),
+        ("name=a", "name=a"),
+    ],
+)
+def test_command_goes_on_from_the_newest_checkpoint(given: str, printed: str, tmp_path: Path) -> None:
+    assert from_newest(f"python train.py {given} seed=1") == f"python train.py {printed} seed=1"
+    told: list[str] = []
+    for saves in (True, False):  # where nothing was saved, the newest is not where the run stands
+        kept, marker = keeper(tmp_path, FakeSaver(), saves), tmp_path / "stopped.json"
+        kept.tell = told.append
+        end_stopped(kept, TrainState(step=7), "SIGTERM", marker, f"python train.py {given}")
+        expected = f"python train.py {printed if saves else given}"
+        assert json.loads(marker.read_text())["command"] == expected
+        assert told[-1].endswith(f"\n  {expected}")
 
 
 def test_command_of_a_plain_process_is_its_own() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from stack.checkpoint.state import TrainState
 from stack.dist.topology import Topology
 from stack.errors import NonFiniteError
+from stack.train.hooks import CheckpointHook, EvaluationHook
 from stack.train.loop import Job, train, train_step
 from stack.train.metrics import Meter
 from tests.unit.train_fakes import (
@@ -176,3 +177,28 @@ def test_incomplete_last_window_is_a_smaller_step_and_counted() -> None:
     assert [record["small_steps"] for record in records] == [0, 1]
     assert job.engine.calls == ["forward of 20"] * 4 + ["step 0.1"] + ["forward of 10"] * 4 + ["step 0.2"]
     assert records[1]["targets_total"] == 30
+
+
+@pytest.mark.parametrize(("every", "expected"), [(0, []), (2, [(3, {"eval_loss": 2.0}, {})])])
+def test_a_record_that_waited_for_its_evaluation_is_completed_and_its_step_saved_again(
+    every: int, expected: list[Any]
+) -> None:
+    """Else the evaluation is in no manifest, and is lost when a longer run shows the record anew."""
+
+    class Saves:
+        def save(self, engine: Any, state: TrainState, metrics: dict[str, float]) -> None:
+            saved.append((state.step, metrics, state.pending_record))
+
+    saved: list[Any] = []
+    evaluations: list[Any] = [None, {"eval_loss": 2.0}]
+    recorder, saver = Recorder(), cast(Any, Saves())
+    hooks = [
+        EvaluationHook(lambda: evaluations.pop(0), 3, 3),
+        recorder,
+        CheckpointHook(saver, None, every, False, 3),
+    ]
+    job, state = make_job(one_rank(), []), TrainState(step=3, pending_record={"step": 3})
+    meter = Meter(one_rank(), None)
+    assert train(job, state, 3, meter, hooks) and state.pending_record == {"step": 3} and not saved
+    assert not train(job, state, 3, meter, hooks) and state.pending_record == {}
+    assert recorder.records == [{"step": 3, "eval_loss": 2.0}] and saved == expected

@@ -238,3 +238,23 @@ def test_checkpoints_come_every_so_many_steps_and_at_the_end(every: int, final: 
     assert calls.count("poll") == 7 and calls[-1] == "close"
     saved = [call for call in calls if call not in ("poll", "close")]
     assert saved == due
+
+
+def test_between_bad_steps_that_the_run_may_go_back_behind_only_the_last_step_is_saved() -> None:
+    class Saves:
+        def save(self, engine: str, state: TrainState, metrics: dict[str, float]) -> None:
+            saved.append(state.step)
+
+        def poll(self) -> None:
+            pass
+
+        def close(self) -> None:
+            pass
+
+    saved: list[int] = []
+    for going_back, due in ((True, [2, 6, 7]), (False, [2, 3, 4, 5, 6, 7])):
+        saved.clear()
+        hook = CheckpointHook(Saves(), "engine", 1, True, total_steps=7, going_back=going_back)
+        for step, bad in ((2, 0), (3, 1), (4, 2), (5, 2), (6, 0), (7, 1)):
+            hook.after_step(TrainState(step=step, nonfinite_in_row=bad), {})
+        assert saved == due

@@ -15,9 +15,10 @@ from stack.checkpoint.state import TrainState
 from stack.config.schema import DataConfig, OptimConfig, RunConfig
 from stack.errors import LaunchError
 from stack.train.console import ConsoleHook, format_duration
-from stack.train.folder import take_folder, write_config
+from stack.train.folder import RunFolder, take_folder, write_config
 from stack.train.journal import JournalHook, read_journal
 from stack.train.report import draw_curve, summarize
+from stack.train.wandb import WandbMemory
 
 
 def record_of(step: int, **values: Any) -> dict[str, Any]:
@@ -60,6 +61,69 @@ def test_journal_holds_each_step_once_after_restarts(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(range(1, 13))
     keep(path, 0, 2)  # a fresh start
     assert [record["step"] for record in read_journal(path)] == [1, 2]
+
+
+def test_a_damaged_line_takes_no_other_along_and_the_file_is_kept(tmp_path: Path) -> None:
+    path, told = tmp_path / "metrics.jsonl", list[str]()
+    keep(path, 0, 9)
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[2], lines[4], lines[6] = b'{"step": 3, \x00\xff\n', b"[5]\n", b'{"loss": 7}\n'
+    path.write_bytes(b"".join(lines))
+    assert [record["step"] for record in read_journal(path)] == [1, 2, 4, 6, 8, 9]
+    JournalHook(path, 8, told.append).close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 4, 6, 8]
+    assert len(told) == 1 and "3 line(s)" in told[0] and "(line 3, 5, 7)" in told[0]
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == b"".join(lines)
+    JournalHook(path, 8, told.append).close()
+    assert len(told) == 1, "what was told is mended"
+
+
+class FullDisk:
+    """Takes `room` bytes, and then none until it is given more."""
+
+    def __init__(self, file: Any, room: int):
+        self._file, self.room = file, room
+
+    def write(self, data: bytes) -> int:
+        if not self.room:
+            raise OSError(28, "No space left on device")
+        taken = self._file.write(data[: self.room])
+        self.room -= taken
+        return taken
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def test_a_full_disk_ends_no_run_and_costs_no_line(tmp_path: Path) -> None:
+    path, told = tmp_path / "metrics.jsonl", list[str]()
+    hook: Any = JournalHook(path, 0, told.append)
+    disk = hook._file = FullDisk(hook._file, 30)
+    for step in range(1, 4):
+        hook.after_step(TrainState(step=step), record_of(step))
+    assert len(told) == 1 and "No space left" in told[0] and path.stat().st_size == 30
+    disk.room = 10**6
+    hook.after_step(TrainState(step=4), record_of(4))
+    assert read_journal(path) == [record_of(step) for step in range(1, 5)] and "none is missing" in told[1]
+    disk.room = 0
+    hook.after_step(TrainState(step=5), record_of(5))
+    hook.close()
+    assert "the last 1 step(s) could not be written" in told[-1]
+
+
+def test_files_of_a_run_that_cannot_be_written_are_a_clear_error_or_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    with pytest.raises(LaunchError, match=r"metrics\.jsonl cannot be written.*Fix: free some space"):
+        JournalHook(gone / "metrics.jsonl", 0)
+    with pytest.raises(LaunchError, match=r"config\.yaml cannot be written.*Fix: free some space"):
+        write_config(RunFolder(gone), RunConfig(name="a"))
+    draw_curve([record_of(1)], gone / "curve.png", "a")
+    assert "warning: the curve could not be written" in capsys.readouterr().out
+    told: list[str] = []
+    WandbMemory.recall(gone / "wandb.json", 0, told.append)
+    assert len(told) == 1 and "wandb.json cannot be written" in told[0]
 
 
 def show(capsys: pytest.CaptureFixture[str], hook: ConsoleHook, *records: dict[str, Any]) -> list[str]:

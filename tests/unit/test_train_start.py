@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from stack.checkpoint.save import Saver
+from stack.checkpoint.state import TrainState
 from stack.config.compose import compose_config
 from stack.errors import ConfigError
+from stack.train.folder import RunFolder
 from stack.train.run import judge_model
+from stack.train.saving import make_saver
 from tests.unit.train_fakes import one_rank
 
 
@@ -17,3 +24,15 @@ def test_a_kernel_that_this_machine_lacks_is_refused_at_the_start() -> None:
     )
     with pytest.raises(ConfigError, match=r"model\.attention='flash_attention_2'.*without a GPU"):
         judge_model(cfg, one_rank())
+
+
+@pytest.mark.parametrize(("pending", "copies"), [({}, 1), ({"step": 4}, 0)])
+def test_a_checkpoint_that_will_be_saved_again_is_not_copied_elsewhere_before(
+    pending: dict[str, Any], copies: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy would be of files of both."""
+    prepared: list[Saver] = []
+    monkeypatch.setattr(Saver, "prepare", lambda saver: prepared.append(saver))
+    cfg, state = compose_config(["+exp=tiny_cpu"]), TrainState(step=4, pending_record=pending)
+    make_saver(cfg, RunFolder(tmp_path), {}, state, 9, one_rank())
+    assert len(prepared) == copies

@@ -15,7 +15,7 @@ import pytest
 from stack.checkpoint.state import TrainState
 from stack.config.schema import LogConfig
 from stack.train import wandb as wandb_module
-from stack.train.wandb import WandbHook, wandb_mode
+from stack.train.wandb import WandbHook, WandbMemory, wandb_mode
 from tests.wandb_files import offline_runs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,6 +90,17 @@ def test_fresh_start_in_the_same_folder_is_another_run(tmp_path: Path) -> None:
     (first, _), (second, history) = offline_runs(tmp_path)
     assert first != second
     assert [row["step"] for row in history] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[1]", "{}", '{"run_id": 3}', '{"run_id": "a", "last_step": null}', "\x00"]
+)
+def test_what_was_noted_for_a_restart_may_be_damaged(tmp_path: Path, text: str) -> None:
+    told: list[str] = []
+    (tmp_path / "wandb.json").write_text(text)
+    memory = WandbMemory.recall(tmp_path / "wandb.json", 5, told.append)
+    assert len(told) == 1 and "wandb.json cannot be read" in told[0]
+    assert WandbMemory.recall(tmp_path / "wandb.json", 5, told.append) == memory and len(told) == 1
 
 
 class FakeRun:
