@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from stack.config.convert import leaves
 
 SPOILING = {
     "seed": "the order of the data",
@@ -54,7 +56,7 @@ class Difference:
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[Difference]:
     """All settings that differ, in today's order. saved, now: nested dicts of plain values."""
-    before, after = dict(_leaves(saved)), dict(_leaves(now))
+    before, after = dict(leaves(saved)), dict(leaves(now))
     found = []
     for key in [*after, *(key for key in before if key not in after)]:
         known = (key in before and key in after) or key.startswith(tuple(f"{name}." for name in OPEN))
@@ -80,11 +82,3 @@ def _value(key: str, values: dict[str, Any]) -> Any:
 
 def _covers(name: str, key: str) -> bool:
     return key == name or key.startswith(f"{name}.")
-
-
-def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -14,6 +14,7 @@ import torch
 from stack.checkpoint.differences import ROWS, Difference, differences, is_forced, spoils
 from stack.checkpoint.find import Checkpoint
 from stack.checkpoint.manifest import rng_name, step_folders
+from stack.checkpoint.publish import free_name
 from stack.checkpoint.state import CLIENT_KEY, TrainState, restore_random_state
 from stack.checkpoint.zero_files import ZeroFiles
 from stack.dist.topology import Topology
@@ -167,8 +168,6 @@ def set_aside_newer(folder: Path, chosen: Checkpoint, tell: Callable[[str], None
     for path in own:
         if path.resolve() == chosen.path.resolve():
             return
-        target, count = path.with_name(f"{path.name}.abandoned"), 1
-        while target.exists():
-            target, count = path.with_name(f"{path.name}.abandoned{count}"), count + 1
+        target = free_name(path, "abandoned")
         path.rename(target)
         tell(f"going back to {chosen.path.name}: {path.name} was renamed to {target.name}")

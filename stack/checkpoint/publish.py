@@ -104,6 +104,14 @@ def remove_tree(path: Path) -> None:
         shutil.rmtree(path)
 
 
+def free_name(path: Path, ending: str) -> Path:
+    """`path` with `.ending` behind it, and a number where that is taken: what is set aside replaces nothing."""
+    target, count = path.with_name(f"{path.name}.{ending}"), 1
+    while target.exists():
+        target, count = path.with_name(f"{path.name}.{ending}{count}"), count + 1
+    return target
+
+
 def check_set(part: Path, manifest: Manifest) -> None:
     """Every file of every rank lies here as it was written, and no other. Files of other nodes do not, where the folder is
     local to a node."""

@@ -26,7 +26,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from stack.config.checks import check
-from stack.config.convert import as_dict, below_open_key, convert, known_keys, unknown_key
+from stack.config.convert import as_dict, below_open_key, convert, known_keys, leaves, unknown_key
 from stack.config.derive import REPO_ROOT
 from stack.config.help import help_text
 from stack.config.schema import RunConfig
@@ -201,7 +201,7 @@ def _faults_of(override: Override, folder: str | None) -> Iterator[Fault]:
         for choice in value if isinstance(value, list) else [value]:
             yield from _choice_faults(key, choice, _options(key, folder))
     else:
-        for name, leaf in _leaves(key, value):
+        for name, leaf in leaves({key: value}):
             if name not in known_keys() and not below_open_key(name):
                 yield unknown_key(name, leaf)
 
@@ -216,15 +216,6 @@ def _choice_faults(group: str, choice: object, options: Sequence[str], where: st
     near = difflib.get_close_matches(str(choice), options, n=3, cutoff=0.5)
     fix = f"did you mean {' or '.join(near)}?" if near else f"take one, or add conf/{group}/NAME.yaml"
     yield Fault(group, choice, f"one of {', '.join(options)}{where}", fix)
-
-
-def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """`optim` with {lr: 1} -> (`optim.lr`, 1): the names that an override with a dict value sets."""
-    if isinstance(value, dict) and value:
-        for name, below in value.items():
-            yield from _leaves(f"{key}.{name}", below)
-    else:
-        yield key, value
 
 
 def _first_line(error: Exception) -> str:

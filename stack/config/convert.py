@@ -217,3 +217,12 @@ def _choice(key: str, raw: Any, hint: Any) -> Any:
     near = difflib.get_close_matches(str(raw).lower(), [str(choice) for choice in choices], n=1, cutoff=0.5)
     quoted = " (quoted in YAML: off, no, on and yes are truth values there)" if isinstance(raw, bool) else ""
     raise _Refused(describe(hint), f"e.g. {key}={near[0] if near else choices[0]}{quoted}")
+
+
+def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted path and value of every entry that is not itself a section; an empty section is a value."""
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from stack.dist.control_groups import memory_groups
+
 UNLIMITED = 1 << 60
 """Bytes. Version 1 of control groups writes a number like it where there is no limit."""
 
@@ -36,22 +38,12 @@ def host_memory(root: Path = Path("/")) -> HostMemory | None:
 
 def _groups(root: Path) -> Iterator[tuple[int, int]]:
     """(limit, bytes in use that cannot be dropped) of this process's control groups and those above them."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, names, cache = "sys/fs/cgroup", ("memory.max", "memory.current"), "inactive_file"
-        elif "memory" in controllers.split(","):
-            base, cache = "sys/fs/cgroup/memory", "total_inactive_file"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        own = Path(path.lstrip("/"))
+    for version, base, own in memory_groups(root):
+        names, cache = ("memory.max", "memory.current"), "inactive_file"
+        if version == 1:
+            names, cache = ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_inactive_file"
         for group in (own, *own.parents):  # ends at "."; a container may see itself there
-            folder = root / base / group
+            folder = base / group
             try:
                 limit, used = ((folder / name).read_text().strip() for name in names)
                 stat = (folder / "memory.stat").read_text()

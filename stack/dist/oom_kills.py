@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from stack.dist.control_groups import memory_groups
+
 
 def count_oom_kills(root: Path = Path("/")) -> int:
     """Processes killed so far in this one's control group, else on the whole machine; 0 if neither is told.
@@ -23,18 +25,8 @@ def count_oom_kills(root: Path = Path("/")) -> int:
 
 def _group_files(root: Path) -> list[Path]:
     """`memory.events` of version 2 and `memory.oom_control` of version 1, also where a container sees itself as the root."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
     files = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, name = root / "sys/fs/cgroup", "memory.events"
-        elif "memory" in controllers.split(","):
-            base, name = root / "sys/fs/cgroup/memory", "memory.oom_control"
-        else:
-            continue
-        files += [base / path.lstrip("/") / name, base / name]
+    for version, base, own in memory_groups(root):
+        name = "memory.events" if version == 2 else "memory.oom_control"
+        files += [base / own / name, base / name]
     return files

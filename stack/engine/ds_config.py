@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from stack.config import derive
 from stack.config.checks import read_ds_config
+from stack.config.convert import leaves
 from stack.config.schema import RunConfig
 from stack.errors import ConfigError, Fault
 
@@ -66,7 +66,7 @@ def build_ds_config(cfg: RunConfig, world: int) -> dict[str, Any]:
     if faults:
         raise ConfigError(faults)
     final = copy.deepcopy(DEFAULTS)
-    for path, value in [*_leaves(base), *_leaves(cfg.engine.overrides)]:
+    for path, value in [*leaves(base), *leaves(cfg.engine.overrides)]:
         if path not in owned and path.split(".")[0] not in BLOCKS:
             _put(final, path, copy.deepcopy(filled_in.get(path, value) if value == AUTO else value))
     for path, entry in owned.items():
@@ -146,7 +146,7 @@ def _file_faults(
 ) -> list[Fault]:
     """Values of the file that disagree with Hydra, and "auto" where nobody owns the setting."""
     file, faults = cfg.engine.ds_config or derive.ds_config_file(cfg.engine), []
-    for path, value in _leaves(base):
+    for path, value in leaves(base):
         block, known = path.split(".")[0], path in owned or path in filled_in
         want = fix = ""
         if _is_section(path, owned) and not isinstance(value, dict):
@@ -170,7 +170,7 @@ def _file_faults(
 def _override_faults(cfg: RunConfig, owned: dict[str, _Owned]) -> list[Fault]:
     """Entries of `engine.overrides` that another setting owns, or that say nothing."""
     faults = []
-    for path, value in _leaves(cfg.engine.overrides):
+    for path, value in leaves(cfg.engine.overrides):
         where, block = f"engine.overrides.{path}", path.split(".")[0]
         if path in owned or block in BLOCKS:
             key = owned[path].key if path in owned else BLOCKS[block]
@@ -205,15 +205,6 @@ def _same(value: Any, expected: Any) -> bool:
     if isinstance(value, str) and isinstance(expected, str):
         return value.lower() == expected.lower()
     return value == expected
-
-
-def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted path and value of every entry that is not itself a section; an empty section is a value."""
-    for name, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _put(tree: dict[str, Any], path: str, value: Any) -> None:

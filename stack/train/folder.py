@@ -68,12 +68,17 @@ def take_folder(path: Path, tell: Callable[[str], None]) -> tuple[RunFolder, Run
     return RunFolder(path), lock
 
 
+def write_whole(path: Path, text: str) -> None:
+    """The file is complete or as it was, whenever the process ends. Raises OSError."""
+    part = path.with_name(f"{path.name}.partial")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+
+
 def write_config(folder: RunFolder, cfg: RunConfig) -> None:
     """Save the settings of this start. For rank 0 alone, once nothing can refuse them any more. Raises LaunchError."""
-    part = folder.config.with_name("config.yaml.partial")
     try:
-        part.write_text(as_yaml(cfg), encoding="utf-8")
-        os.replace(part, folder.config)
+        write_whole(folder.config, as_yaml(cfg))
     except OSError as error:
         raise LaunchError(
             f"{folder.config} cannot be written: {error}. Fix: free some space or mend the permissions, or set `out` to a "

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from stack.checkpoint.publish import free_name
 from stack.checkpoint.state import TrainState
 from stack.errors import LaunchError
 from stack.train.console import tell
+from stack.train.folder import write_whole
 
 
 class JournalHook:
@@ -87,21 +88,12 @@ def _parse(line: str) -> dict[str, Any] | None:
 def _truncate(path: Path, resume_step: int, tell: Callable[[str], None]) -> None:
     records, damaged = _read(path)
     if damaged:
-        kept = _free_name(path)
+        kept = free_name(path, "damaged")
         shutil.copyfile(path, kept)
         numbers = ", ".join(map(str, damaged[:5])) + (" ..." if len(damaged) > 5 else "")
         tell(
             f"warning: {len(damaged)} line(s) of {path} are no records and are left out (line {numbers}); the file as it was "
             f"is {kept.name}"
         )
-    part = path.with_name(f"{path.name}.partial")
     lines = [json.dumps(record) + "\n" for record in records if record["step"] <= resume_step]
-    part.write_text("".join(lines), encoding="utf-8")
-    os.replace(part, path)
-
-
-def _free_name(path: Path) -> Path:
-    target, count = path.with_name(f"{path.name}.damaged"), 1
-    while target.exists():
-        target, count = path.with_name(f"{path.name}.damaged{count}"), count + 1
-    return target
+    write_whole(path, "".join(lines))

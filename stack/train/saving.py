@@ -46,10 +46,5 @@ def wandb_run_id(folder: Path) -> str | None:
     """The id under which W&B knows the run in `folder`, as `WandbMemory` notes it; None without W&B."""
     try:
         return json.loads((folder / "wandb.json").read_text(encoding="utf-8"))["run_id"]
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-    ):  # a damaged file costs the id and no save; W&B tells of it
-        return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # a damaged file costs the id and no save; W&B tells of it

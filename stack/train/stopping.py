@@ -26,6 +26,7 @@ from stack.dist.agree import on_main
 from stack.dist.env import RankEnv
 from stack.dist.topology import Topology
 from stack.errors import CheckpointError, DataError, RollbackError
+from stack.train.folder import write_whole
 
 
 class Saver(Protocol):
@@ -173,9 +174,7 @@ def write_marker(path: Path, state: TrainState, why: str, checkpoint: Path | Non
         "command": command,
         "folder": str(Path.cwd()),
     }
-    part = path.with_name(f"{path.name}.partial")
-    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(part, path)
+    write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def resume_command(env: RankEnv) -> str:

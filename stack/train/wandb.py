@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 
 from stack.checkpoint.state import TrainState
 from stack.config.schema import LogConfig
+from stack.train.folder import write_whole
 
 FINISH_S = (
     60.0  # how long the end of a run waits for what is not uploaded yet; `wandb sync` can send it later
@@ -80,9 +81,7 @@ class WandbMemory:
         return None
 
     def store(self, path: Path) -> None:
-        part = path.with_name(f"{path.name}.partial")
-        part.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        os.replace(part, path)
+        write_whole(path, json.dumps(asdict(self)))
 
 
 class WandbHook:

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from stack.config.schema import ModelConfig, RopeConfig
 
-BASE: dict[str, Any] = {
+SMALL: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -19,6 +19,10 @@ BASE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 8,
     "intermediate_size": 48,
+}
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+BASE: dict[str, Any] = {
+    **SMALL,
     "max_position_embeddings": 64,
     "rope_theta": 1e6,
     "bos_token_id": 1,

@@ -11,22 +11,14 @@ from stack.errors import ModelError
 from stack.models import spec
 from stack.ops.reference import document_attention
 from stack.parallel.ulysses import SETTINGS, AttentionSettings, install_attention, ulysses_attention
+from tests.unit.models_rig import SMALL
 
 CU_SEQLENS = torch.tensor([0, 3, 8, 12, 16], dtype=torch.int32)
 
 
 def model_of(**extra):
     torch.manual_seed(0)
-    shape = dict(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-    )
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **(shape | extra)))
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **(SMALL | extra)))
 
 
 def run(model, **kwargs):

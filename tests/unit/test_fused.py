@@ -17,19 +17,9 @@ from stack.errors import ModelError
 from stack.models import spec
 from stack.models.registry import FAMILIES
 from stack.parallel.fused import install_fused, rms_norms
+from tests.unit.models_rig import EXPERTS, SMALL
 
-SHAPE = dict(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    moe_intermediate_size=16,
-    num_experts=4,
-    num_experts_per_tok=2,
-)
+SHAPE = SMALL | EXPERTS
 CPU = torch.device("cpu")
 
 
