@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stack.config.schema import DataConfig
+from stack.config.schema_data import DataConfig
 from stack.data.prepare import ensure_store
 from stack.data.store import StoreWriter, TokenStore
 

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from stack.config.schema_checkpoint import CheckpointConfig
+from stack.config.schema_data import DataConfig
 from stack.config.schema_faults import FaultsConfig
+from stack.config.schema_site import SiteConfig
 
 
 @dataclass(kw_only=True)
@@ -68,68 +70,6 @@ class ModelConfig:
 
     freeze: list[str] = field(default_factory=list)
     """Parameter names (shell patterns such as `*norm*`) that keep their values."""
-
-
-@dataclass(kw_only=True)
-class DataConfig:
-    """Text, its tokens, and how rows of one length are cut from them."""
-
-    name: str = "stdlib"
-    """Label of the data in logs."""
-
-    source: Literal["stdlib", "text", "jsonl", "random"] = "stdlib"
-    """`stdlib`: Python's own library files; `text`: files or folders of text, one document a file; `jsonl`:
-    one document a line; `random`: token ids drawn from `seed`, for benchmarks."""
-
-    path: str | None = None
-    """File, folder or shell pattern for `text` and `jsonl`, relative to the folder the command was started
-    in."""
-
-    text_field: str = "text"
-    """Name of the field that holds the text in `jsonl`. Other fields are not read."""
-
-    random_tokens: int = 1_048_576
-    """Ids that `random` draws in all."""
-
-    random_document_tokens: int | None = None
-    """Ids in one document of `random`. None: `seq_len`, so that each row is one document, the dearest case of
-    attention."""
-
-    store: str = "data"
-    """Folder for prepared tokens. One sub-folder for each (source, tokenizer, settings) combination, so two
-    settings never share tokens."""
-
-    train_tokenizer: bool = False
-    """Train a byte-level BPE on the text itself; for runs from scratch."""
-
-    vocab_size: int = 4096
-    """Size of the trained tokenizer, in tokens. Ignored unless `train_tokenizer`."""
-
-    seq_len: int = 4096
-    """Tokens in one row, over all ranks of a sequence-parallel group. A number that the degree does not
-    divide is padded with ignored positions."""
-
-    packing: Literal["concat", "document"] = "concat"
-    """`concat`: documents joined end to end and cut every `seq_len` tokens, the last row padded and nothing
-    dropped; `document`: one document a row, a longer one cut into several rows. Documents never attend to
-    each other."""
-
-    append_eos: bool = True
-    """Put the end-of-text token behind each document; it is a target, so the model learns to stop."""
-
-    micro_batch: int = 1
-    """Rows per sequence-parallel group in one forward. 1 is right for long sequences: more rows use more
-    memory."""
-
-    shuffle: bool = True
-    """Visit rows in an order drawn from `seed` and the epoch; the order is the same for any number of
-    ranks."""
-
-    eval_fraction: float = 0.02
-    """Share of the documents held out for evaluation, chosen by a hash of each document's place, 0 to 0.5."""
-
-    bad_text: Literal["stop", "skip"] = "stop"
-    """On an unreadable or non-UTF-8 document: stop with file and line, or skip and count."""
 
 
 @dataclass(kw_only=True)
@@ -321,21 +261,6 @@ class LogConfig:
 
     tags: list[str] = field(default_factory=list)
     """W&B tags."""
-
-
-@dataclass(kw_only=True)
-class SiteConfig:
-    """The machine: used for MFU, and later for the forecast. Numbers carry their source in the YAML."""
-
-    name: str = "auto"
-    """Label of the site."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto`: the GPU if there is one, else the CPU over gloo."""
-
-    peak_tflops: float | None = None
-    """Dense bf16 peak of one device, in TFLOPS. None: looked up by the device's name; unknown devices show no
-    MFU."""
 
 
 @dataclass(kw_only=True)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from stack.config.schema import DataConfig
+from stack.config.schema_data import DataConfig
 from stack.data.batch import MicroBatch
 from stack.data.order import RowOrder
 from stack.data.packing import Account, PackedPart

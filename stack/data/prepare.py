@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from stack.config.schema import DataConfig
+from stack.config.schema_data import DataConfig
 from stack.data.chunks import SAFE_CUT, cut_text
 from stack.data.encode import TextWriter, text_blocks, write_ids
 from stack.data.progress import Progress

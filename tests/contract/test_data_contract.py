@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stack.config.schema import DataConfig
+from stack.config.schema_data import DataConfig
 from stack.data.batch import IGNORE
 from stack.data.loader import Loader
 from stack.data.sources import SOURCES

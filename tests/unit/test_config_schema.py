@@ -12,7 +12,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import pytest
 import yaml
 
-from stack.config import schema, schema_checkpoint, schema_faults
+from stack.config import schema, schema_checkpoint, schema_data, schema_faults, schema_site
 from stack.config.convert import ELSEWHERE_CALLED, as_dict, as_yaml, convert, known_keys, nearest_keys
 from stack.config.ranges import RANGES
 from stack.config.schema import RunConfig
@@ -22,7 +22,7 @@ RANGED_ELSEWHERE = {"data.vocab_size"}
 
 
 def _classes() -> Iterator[ast.ClassDef]:
-    for module in (schema, schema_checkpoint, schema_faults):
+    for module in (schema, schema_checkpoint, schema_data, schema_faults, schema_site):
         tree = ast.parse(inspect.getsource(module))
         yield from (node for node in tree.body if isinstance(node, ast.ClassDef))
 

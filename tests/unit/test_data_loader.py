@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stack.config.schema import DataConfig
+from stack.config.schema_data import DataConfig
 from stack.data.loader import EvalLoader, Loader
 from stack.data.store import TokenStore
 from stack.errors import DataError

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stack.config.schema import DataConfig
+from stack.config.schema_data import DataConfig
 from stack.data import encode
 from stack.data import prepare as prepare_module
 from stack.data.prepare import describe, ensure_store
@@ -128,7 +128,7 @@ def test_the_models_tokenizer(data: DataConfig, tmp_path: Path) -> None:
 
 STOP_HERE = """
     import os, signal, sys
-    from stack.config.schema import DataConfig
+    from stack.config.schema_data import DataConfig
     from stack.data import prepare
     from stack.data.store import StoreWriter
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 import pytest
 
-from stack.config.schema import DataConfig
+from stack.config.schema_data import DataConfig
 from stack.data.sources import SOURCES, SourceRequest, Tally
 from stack.data.sources import text as text_module
 from stack.errors import ConfigError, DataError

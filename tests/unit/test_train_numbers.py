@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stack.checkpoint.state import TrainState
-from stack.config.schema import DataConfig
+from stack.config.schema_data import DataConfig
 from stack.data.loader import Loader
 from stack.dist.topology import Topology
 from stack.train.evaluate import evaluate

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from stack.config.schema import DataConfig
+from stack.config.schema_data import DataConfig
 from stack.errors import DataError
 
 
