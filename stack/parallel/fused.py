@@ -1,4 +1,4 @@
-"""Fused kernels for the small parts of a block, put in as instances: RMSNorm, and with Liger rotary embedding and SwiGLU too.
+"""Fused kernels for the small parts of a block, put in as instances: RMSNorm, rotary embedding and SwiGLU.
 
 transformers computes RMSNorm with five operators and a copy of its input in fp32. `torch.nn.functional.rms_norm` is one
 kernel on a GPU; on the CPU torch takes the same five operators, so nothing is won there (forward and backward at
@@ -8,12 +8,12 @@ In fp32 the fused norm gives the same bits on the CPU. In bf16 it rounds once, a
 before and after the multiplication by the weight: a quarter of the values differ by one rounding, and the largest error
 against fp64 halves (2.6e-3 in place of 5.3e-3 of the largest value).
 
-`compiled` fuses the five operators by torch.compile: on the CPU 0.3 ms in place of 1.5, for a compilation of about 10 s at
-the first step.
+`compiled` fuses the operators of all three parts by torch.compile; a norm then takes 0.3 ms of CPU time in place of 1.5,
+for compilations of about 10 s each at the first step.
 
 A part is exchanged only where it computes what the kernel computes. That is tried out on its own forward with small
 random weights, not read from its name, so Gemma's norm, which multiplies by 1 + weight, keeps its own.
-torch has no fused rotary embedding: without Liger it stays the model's own.
+torch has no fused rotary embedding and no fused SwiGLU: with `torch` they stay the model's own.
 """
 
 from __future__ import annotations
@@ -34,6 +34,12 @@ from stack.errors import ModelError
 Norm = Callable[[Tensor, Tensor, float], Tensor]
 """(hidden [..., size], weight [size], eps) -> like hidden."""
 
+Rotary = Callable[..., tuple[Tensor, Tensor]]
+"""(query [rows, heads, seq, dim], key, cos [rows, seq, dim], sin) -> both turned."""
+
+Swiglu = Callable[[Tensor, Tensor], Tensor]
+"""(gate, up) -> silu(gate) * up."""
+
 ROTARY = "apply_rotary_pos_emb"
 """The function by which transformers' attention modules turn q and k; a global of the file that they stand in."""
 
@@ -53,20 +59,20 @@ def install_fused(
         kernels = "torch" if device.type == "cuda" else "none"
     if kernels == "none":
         return []
-    liger = _liger() if kernels == "liger" else None
-    fused = _liger_norm(liger) if liger else _compiled_norm() if kernels == "compiled" else _torch_norm
+    norm, rotary, swiglu = _MAKERS[kernels]()
     left = {}
-    for norm in norms:
-        eps = _plain_eps(norm)
+    for module in norms:
+        eps = _plain_eps(module)
         if eps is None:
-            left[type(norm).__name__] = None
+            left[type(module).__name__] = None
         else:
-            norm.forward = _norm_forward(norm, fused, eps)
-    if liger is not None:
+            module.forward = _norm_forward(module, norm, eps)
+    if swiglu is not None:
         for mlp in filter(_is_swiglu, mlps):
-            mlp.forward = _swiglu_forward(mlp, liger.liger_swiglu)
+            mlp.forward = _swiglu_forward(mlp, swiglu)
+    if rotary is not None:
         for attention in filter(_turns_halves, attentions):
-            _use_rotary(attention, liger.liger_rope)
+            _use_rotary(attention, rotary)
     return [f"{name} keeps its own forward: it is no plain RMSNorm" for name in left]
 
 
@@ -86,14 +92,18 @@ def _torch_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(hidden, hidden.shape[-1:], weight, eps)
 
 
-def _compiled_norm() -> Norm:
-    compiled = torch.compile(_plain_norm, dynamic=True)
+def _compiled() -> tuple[Norm, Rotary, Swiglu]:
+    norm = torch.compile(_plain_norm, dynamic=True)
+    turn = torch.compile(_plain_turn, dynamic=True)
 
-    def norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def flat_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         # Always two axes, so that norms of heads and of hidden states share what was compiled.
-        return compiled(hidden.reshape(-1, hidden.shape[-1]), weight, eps).view(hidden.shape)
+        return norm(hidden.reshape(-1, hidden.shape[-1]), weight, eps).view(hidden.shape)
 
-    return norm
+    def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return turn(query, cos, sin), turn(key, cos, sin)
+
+    return flat_norm, rotary, torch.compile(_plain_swiglu, dynamic=True)
 
 
 def _plain_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -101,22 +111,37 @@ def _plain_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(hidden.dtype)
 
 
-def _liger() -> Any:
+def _plain_turn(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """heads [rows, heads, seq, dim], cos and sin [rows, seq, dim]: the first half turned against the second."""
+    first, second = heads.chunk(2, dim=-1)
+    return heads * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
+
+
+def _plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def _liger() -> tuple[Norm, Rotary, Swiglu]:
     try:
-        return importlib.import_module("liger_kernel.transformers.functional")
+        liger: Any = importlib.import_module("liger_kernel.transformers.functional")
     except ImportError as error:
         raise ModelError(
             f"memory.fused_kernels=liger: cannot import liger_kernel ({error}). Fix: pip install '.[liger]', or "
             "memory.fused_kernels=torch"
         ) from error
 
-
-def _liger_norm(liger: Any) -> Norm:
     def norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         # Not in place: the incoming gradient may be another layer's too.
         return liger.liger_rms_norm(hidden, weight, eps, in_place=False)
 
-    return norm
+    return norm, liger.liger_rope, liger.liger_swiglu
+
+
+_MAKERS: dict[str, Callable[[], tuple[Norm, Rotary | None, Swiglu | None]]] = {
+    "torch": lambda: (_torch_norm, None, None),
+    "compiled": _compiled,
+    "liger": _liger,
+}
 
 
 def _norm_forward(norm: nn.Module, fused: Norm, eps: float) -> Callable[[Tensor], Tensor]:
@@ -124,11 +149,11 @@ def _norm_forward(norm: nn.Module, fused: Norm, eps: float) -> Callable[[Tensor]
     return lambda hidden_states: fused(hidden_states, norm.weight, eps)  # type: ignore[arg-type]
 
 
-def _swiglu_forward(mlp: Any, swiglu: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def _swiglu_forward(mlp: Any, swiglu: Swiglu) -> Callable[[Tensor], Tensor]:
     return lambda x: mlp.down_proj(swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
 
 
-def _use_rotary(attention: nn.Module, rotary: Callable[..., Any]) -> None:
+def _use_rotary(attention: nn.Module, rotary: Rotary) -> None:
     """The module's own forward, reading `rotary` where it reads the global function; other modules are untouched."""
     plain = inspect.unwrap(type(attention).forward)
     forward = types.FunctionType(
@@ -164,7 +189,7 @@ def _is_swiglu(mlp: nn.Module) -> bool:
     twin, hidden = copy.copy(mlp), torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
     gate, up, down = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 4)
     twin._modules = mlp._modules | {"gate_proj": gate, "up_proj": up, "down_proj": down}
-    return _agree(type(mlp).forward, (twin, hidden), down(F.silu(gate(hidden)) * up(hidden)))
+    return _agree(type(mlp).forward, (twin, hidden), down(_plain_swiglu(gate(hidden), up(hidden))))
 
 
 def _turns_halves(attention: nn.Module) -> bool:
@@ -177,11 +202,7 @@ def _turns_halves(attention: nn.Module) -> bool:
     cos, sin = angles[:, 0].cos(), angles[:, 0].sin()
     cos, sin = (torch.cat([part[..., :4]] * 2, dim=-1) for part in (cos, sin))
 
-    def turned(part: Tensor) -> Tensor:
-        first, second = part.chunk(2, dim=-1)
-        return part * cos + torch.cat([-second, first], dim=-1) * sin
-
-    return _agree(rotary, (query, key, cos, sin), (turned(query), turned(key)))
+    return _agree(rotary, (query, key, cos, sin), (_plain_turn(query, cos, sin), _plain_turn(key, cos, sin)))
 
 
 @torch.no_grad()

@@ -53,11 +53,12 @@ LEAN = [name for name, family in FAMILIES.items() if family.lean]
 
 
 @pytest.mark.parametrize(("family", "kernels"), [*((name, "torch") for name in LEAN), ("qwen3", "compiled")])
-def test_norms_are_exact_in_fp32_with_all_gradients(family: str, kernels: str) -> None:
+def test_parts_are_exact_in_fp32_with_all_gradients(family: str, kernels: str) -> None:
     plain, fused = model_of(family), model_of(family)
     assert fuse(fused, kernels) == []
     names = {type(norm).__name__ for norm in rms_norms(fused)}
-    assert len(names) == 1 and names == changed(fused) and changed(plain) == set()
+    assert len(names) == 1 and changed(plain) == set()
+    assert changed(fused) == names | ({"Qwen3Attention", "Qwen3MLP"} if kernels == "compiled" else set())
     (logits, grads), (want, wanted) = outcome(fused), outcome(plain)
     torch.testing.assert_close(logits, want, rtol=1e-6, atol=1e-6)
     for name, grad in wanted.items():
