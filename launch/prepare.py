@@ -1,10 +1,17 @@
-"""Prepare the tokens of a run ahead of it, in one process, without a device:
+"""Prepare the tokens of a run ahead of it, without a device:
 
     python launch/prepare.py +exp=quickstart
     python launch/prepare.py +exp=qwen3_1m data=text data.path=books
 
 It takes the settings of launch/train.py. Training does the same at its start where tokens are missing; do it
-before for a large corpus, which ranks on expensive devices would wait for.
+before for a large corpus, which ranks on expensive devices would wait for. Stopped at any moment, the same command goes
+on. Over several machines, and one step behind them:
+
+    python launch/prepare.py +exp=qwen3_1m data=jsonl data.path=corpus shard=0/8      on the first of eight, and so on
+    python launch/prepare.py +exp=qwen3_1m data=jsonl data.path=corpus merge=true
+
+`export=FOLDER` writes the tokens for Megatron too. `preview=3` shows the first documents as the model will see them, with
+what is learned of them, and prepares nothing.
 """
 
 from __future__ import annotations
@@ -16,30 +23,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works uninstalle
 
 
 def main() -> None:
-    """Compose, make the store, say how its tokens fill the rows."""
+    """Compose, make the stores, say how their tokens fill the rows."""
     from stack.dist.failure import clear_errors
 
     with clear_errors():
         from stack.config.compose import from_command_line
-        from stack.config.derive import architecture
+        from stack.data.command import prepare, take_command
 
-        cfg = from_command_line(sys.argv[1:], only=("data", "model"))
+        command, settings = take_command(sys.argv[1:])
+        cfg = from_command_line(settings, only=("data", "model"))
         if cfg is None:
             return
-        from stack.data.loader import EvalLoader, Loader
-        from stack.data.prepare import ensure_store
-        from stack.data.store import TokenStore
+        stores = prepare(cfg, command)
+        if stores:
+            from stack.data.loader import EvalLoader, Loader  # brings torch, which tokens do without
 
-        folder = ensure_store(
-            cfg.data,
-            tokenizer_path=cfg.model.tokenizer or cfg.model.path,
-            model_vocab=architecture(cfg.model).get("vocab_size"),
-            seed=cfg.seed,
-        )
-        store = TokenStore(folder)
-        loader = Loader(store, cfg.data, dp=1, dp_rank=0, accumulation=1, seed=cfg.seed)
-        held_out = EvalLoader(store, cfg.data, dp=1, dp_rank=0, max_rows=cfg.log.eval_rows)
-        print(f"training: {loader.account}\n{held_out.describe()}")
+            loader = Loader(stores, cfg.data, dp=1, dp_rank=0, accumulation=1, seed=cfg.seed)
+            held_out = EvalLoader(stores, cfg.data, dp=1, dp_rank=0, max_rows=cfg.log.eval_rows)
+            print(*loader.describe(), held_out.describe(), sep="\n")
 
 
 if __name__ == "__main__":

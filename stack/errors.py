@@ -69,3 +69,7 @@ class RollbackError(StackError):
 
 class MemoryShortage(StackError):
     """Device or host memory ran out; says what would need less."""
+
+
+class ForecastRefusal(StackError):
+    """The run cannot fit its machine, as far as can be known before it is tried."""

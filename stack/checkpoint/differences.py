@@ -18,7 +18,14 @@ SPOILING = {
     "model.tokenizer": "the tokens",
     "data.source": "the text",
     "data.path": "the text",
+    "data.mixture": "the text",
     "data.text_field": "the text",
+    "data.format": "the text",
+    "data.messages_field": "the text",
+    "data.tools_field": "the text",
+    "data.chat_template": "the tokens",
+    "data.template_variables": "the tokens",
+    "data.loss_on": "what is learned",
     "data.bad_text": "the text",
     "data.random_tokens": "the text",
     "data.random_document_tokens": "the text",
@@ -27,6 +34,7 @@ SPOILING = {
     "data.append_eos": "the tokens",
     "data.seq_len": "the rows",
     "data.packing": "the rows",
+    "data.too_long": "the rows",
     "data.eval_fraction": "the rows",
     "data.shuffle": "the order of the data",
     "method": "what is learned",
@@ -34,9 +42,9 @@ SPOILING = {
     "optim.name": "the optimizer, whose states then start anew",
 }
 """Settings and sections that a run is not continued under when they change, and what changes with them."""
-OPEN = ("model.architecture", "engine.overrides")
+OPEN = ("model.architecture", "engine.overrides", "data.template_variables")
 """Sections of free names, in which a missing name means something. Elsewhere it is a setting of another version."""
-PATHS = ("data.path", "model.path", "model.tokenizer")
+PATHS = ("data.path", "data.chat_template", "model.path", "model.tokenizer")
 """Settings that name a folder; however it is spelt, the same folder is the same value."""
 ROWS = "engine.accumulation"
 """The name that takes another number of rows a step, whatever setting it comes from."""

@@ -6,7 +6,6 @@ itself is checked by the code that reads them.
 
 from __future__ import annotations
 
-import glob
 import importlib.util
 import json
 import math
@@ -17,7 +16,11 @@ from typing import Any
 import fsspec
 
 from stack.config import derive
+from stack.config.chat_checks import chat_faults
+from stack.config.cluster_checks import cluster_faults
 from stack.config.convert import below_open_key, known_keys, nearest_keys
+from stack.config.data_checks import data_faults
+from stack.config.mixture_checks import mixture_faults
 from stack.config.model_checks import model_faults
 from stack.config.ranges import range_faults
 from stack.config.schema import EngineConfig, MemoryConfig, RunConfig
@@ -37,13 +40,16 @@ def check(cfg: RunConfig, world: int | None = None, device: str | None = None) -
     together = [
         *_parallel(cfg, world),
         *model_faults(cfg, device),
-        *_text(cfg),
+        *data_faults(cfg.data),
+        *chat_faults(cfg.data),
+        *mixture_faults(cfg.data),
         *_memory(cfg, device),
         *_offload(cfg),
         *_engine(cfg, device),
         *_schedule(cfg),
         *_saving(cfg),
         *_faults(cfg),
+        *cluster_faults(cfg.cluster),
     ]
     # A value that is out of its range would only be complained about twice.
     return faults + [fault for fault in together if fault.key not in bad]
@@ -65,31 +71,6 @@ def _parallel(cfg: RunConfig, world: int | None) -> Iterator[Fault]:
     if cfg.data.seq_len < sp:
         want = f"at least one token for each of the {key}={sp} ranks"
         yield Fault("data.seq_len", cfg.data.seq_len, want, f"data.seq_len={sp * 128}")
-
-
-def _any_file(path: Path) -> bool:
-    """A name that exists as it stands may hold what a pattern would take for a wildcard."""
-    return path.exists() or bool(glob.glob(str(path), recursive=True))
-
-
-def _text(cfg: RunConfig) -> Iterator[Fault]:
-    data, key = cfg.data, "data.path"
-    if data.source in ("text", "jsonl"):
-        kind = "text files" if data.source == "text" else "JSONL files"
-        if not data.path:
-            want = f"a file, folder or pattern of {kind} for data.source={data.source}"
-            yield Fault(key, data.path, want, f"{key}=FOLDER")
-        elif not _any_file(Path(data.path).expanduser()):
-            want = f"{kind} that exist, seen from {Path.cwd()}"
-            yield Fault(key, data.path, want, "check the path; quote patterns")
-    elif data.path is not None:
-        want = f"no path, since data.source={data.source} reads none"
-        yield Fault(key, data.path, want, f"data=text or data=jsonl, or {key}=null")
-    tokens = data.micro_batch * data.seq_len
-    if tokens >= 2**31:
-        want = f"fewer than 2^31 tokens in a micro-batch, whose boundaries are 32-bit (now {tokens})"
-        fix = "use engine.accumulation for a larger batch"
-        yield Fault("data.micro_batch", data.micro_batch, want, fix)
 
 
 def _memory(cfg: RunConfig, device: str | None) -> Iterator[Fault]:

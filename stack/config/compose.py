@@ -8,9 +8,11 @@ nearest real one, also behind `+`, `++` and `~`. The composed values then go thr
 from __future__ import annotations
 
 import difflib
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -41,12 +43,16 @@ QUESTIONS = {"help", "h", "hydra-help", "version", "cfg", "c", "info", "i", "she
 
 
 def from_command_line(
-    arguments: Sequence[str], world: Callable[[], int] | None = None, only: Sequence[str] = ()
+    arguments: Sequence[str],
+    world: Callable[[], int] | None = None,
+    only: Sequence[str] = (),
+    strict: bool = True,
 ) -> RunConfig | None:
     """The run that the command line asks for; None if it asked a question (`--help`), which is answered here.
 
     arguments: without the program's name. world: gives the number of ranks where they matter; not called for
-    a question. only: sections whose settings are judged, for a command that reads no others. Raises ConfigError.
+    a question. only: sections whose settings are judged, for a command that reads no others. strict: as in
+    `compose_config`. Raises ConfigError.
     """
     arguments, folder = _take_config_dir(list(arguments))
     flags = [text.split("=")[0] for text in arguments if text.startswith("-")]
@@ -56,7 +62,31 @@ def from_command_line(
     if flags:
         want = "settings such as optim.lr=1e-5, --config-dir FOLDER, or a question such as --help"
         raise ConfigError([Fault(flag, "", want, "one command starts one run") for flag in flags])
-    return compose_config(arguments, world=world() if world else None, folder=folder, only=only)
+    return compose_config(arguments, strict, world() if world else None, folder, only)
+
+
+def expand_sweep(arguments: Sequence[str]) -> list[tuple[list[str], dict[str, str]]]:
+    """The command lines of a sweep such as `optim.lr=1e-5,2e-5 parallel.sp=2,4`, and which swept values make each: every
+    combination, the last one changing fastest. Raises ConfigError for a sweep without end, such as an interval."""
+    ways: list[list[tuple[str, str | None, str]]] = []
+    parser = OverridesParser.create()
+    for text in arguments:
+        override = None
+        with suppress(HydraException):  # no override, or one that is told of when the runs are composed
+            override = parser.parse_override(text)
+        if override is None or not override.is_sweep_override():
+            ways.append([(text, None, "")])
+        elif override.is_discrete_sweep():
+            key = override.get_key_element()
+            values = [str(value) for value in override.sweep_string_iterator()]
+            ways.append([(f"{key}={value}", override.key_or_group, value) for value in values])
+        else:
+            want = "values one by one, such as 1e-5,2e-5 or range(1,4)"
+            raise ConfigError([Fault(override.key_or_group, text.partition("=")[2], want, "list them")])
+    return [
+        ([text for text, _, _ in way], {key: value for _, key, value in way if key is not None})
+        for way in itertools.product(*ways)
+    ]
 
 
 def compose_config(

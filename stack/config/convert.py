@@ -37,6 +37,9 @@ ELSEWHERE_CALLED = {
     "output_dir": "out",
     "bf16": "engine.precision",
     "sequence_parallel_size": "parallel.sp",
+    "assistant_only_loss": "data.loss_on",
+    "completion_only_loss": "data.loss_on",
+    "train_on_inputs": "data.loss_on",
 }
 """What other trainers call our settings: too far from our names for a comparison of letters."""
 
@@ -148,7 +151,7 @@ def _section(cls: Any, raw: Any, prefix: str, faults: list[Fault]) -> Any:
         try:
             if given == UNSET:
                 raise _Refused(f"a value ({describe(hint)})", f"set it, e.g. on the command line: {key}=...")
-            values[item.name] = _value(key, given, hint)
+            values[item.name] = _value(key, given, hint, faults)
         except _Refused as refusal:
             faults.append(Fault(key, given, refusal.want, refusal.fix))
             default = item.default_factory() if item.default_factory is not MISSING else item.default
@@ -156,19 +159,23 @@ def _section(cls: Any, raw: Any, prefix: str, faults: list[Fault]) -> Any:
     return cls(**values)
 
 
-def _value(key: str, raw: Any, hint: Any) -> Any:
+def _value(key: str, raw: Any, hint: Any, faults: list[Fault]) -> Any:
     origin = get_origin(hint)
     if origin in (Union, UnionType):
         if raw is None:
             return None
         (inner,) = [part for part in get_args(hint) if part is not NoneType]
-        return _value(key, raw, inner)
+        return _value(key, raw, inner, faults)
     if origin is Literal:
         return _choice(key, raw, hint)
     if origin is list:
         if not isinstance(raw, list | tuple):
             raise _Refused(describe(hint), f"write {key}=[{raw}]")
-        return [_value(key, item, get_args(hint)[0]) for item in raw]
+        (inner,) = get_args(hint)
+        if isinstance(inner, type) and is_dataclass(inner):
+            filled = [asdict(inner()) | dict(item) if isinstance(item, Mapping) else item for item in raw]
+            return [_section(inner, item, f"{key}.{number}.", faults) for number, item in enumerate(filled)]
+        return [_value(key, item, inner, faults) for item in raw]
     if origin is dict:
         if not isinstance(raw, Mapping):
             raise _Refused(describe(hint), f"give its settings below it: {key}.NAME=VALUE")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from stack.config.schema import (
     RunConfig,
     ScheduleConfig,
 )
+from stack.config.schema_cluster import ClusterConfig
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 """Folder that holds `conf/` and `ds_configs/`."""
@@ -24,6 +26,24 @@ REPO_ROOT = Path(__file__).resolve().parents[2]
 def run_folder(cfg: RunConfig) -> Path:
     """Folder of the run: from its name alone, so that every rank and every restart finds the same one."""
     return Path(cfg.out) / cfg.name
+
+
+def ranks_per_node(cluster: ClusterConfig) -> int:
+    """Ranks on each node of a job."""
+    return cluster.ranks_per_node or max(1, cluster.gpus_per_node)
+
+
+def time_limit_s(text: str) -> int | None:
+    """Seconds of a time limit as Slurm writes it; None if it is none, or no limit at all."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if match is None:
+        return None
+    days, first, second, third = match.groups()
+    if days is not None or third is not None:  # DAYS-HOURS[:MINUTES[:SECONDS]] or HOURS:MINUTES:SECONDS
+        parts = (int(days or 0), int(first), int(second or 0), int(third or 0))
+    else:  # MINUTES[:SECONDS]
+        parts = (0, 0, int(first), int(second or 0))
+    return (((parts[0] * 24 + parts[1]) * 60 + parts[2]) * 60 + parts[3]) or None
 
 
 def data_parallel(parallel: ParallelConfig, world: int) -> int:

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stack.config import derive
+from stack.config.chat_checks import is_supervised
+from stack.config.data_checks import WITHOUT_TEXT, sources_of
 from stack.config.schema import RunConfig
 from stack.errors import Fault
 
@@ -106,8 +108,8 @@ def _attention(cfg: RunConfig, device: str | None) -> Iterator[Fault]:
 def _tokens(cfg: RunConfig) -> Iterator[Fault]:
     model, data, key = cfg.model, cfg.data, "data.train_tokenizer"
     if data.train_tokenizer:
-        if data.source == "random":
-            yield Fault(key, True, "false with data.source=random, which has no text", f"{key}=false")
+        if data.source in WITHOUT_TEXT:
+            yield Fault(key, True, f"false with data.source={data.source}, which has no text", f"{key}=false")
         if model.init != "scratch":
             want = "false with model.init=pretrained, whose weights know their own tokens only"
             yield Fault(key, True, want, f"{key}=false, or model.init=scratch")
@@ -122,10 +124,10 @@ def _tokens(cfg: RunConfig) -> Iterator[Fault]:
         if data.vocab_size < SMALLEST_VOCABULARY:
             want = f"at least {SMALLEST_VOCABULARY}: the 256 bytes and the end of text"
             yield Fault("data.vocab_size", data.vocab_size, want, "data.vocab_size=4096")
-    elif data.source != "random" and model.tokenizer is None and model.path is None:
+    elif sources_of(data) - WITHOUT_TEXT and model.tokenizer is None and model.path is None:
         want = "a tokenizer: there is no model.path to take one from, and none is trained"
-        fix = "data.train_tokenizer=true, or model.tokenizer=FOLDER"
+        fix = "model.tokenizer=FOLDER" + ("" if is_supervised(data) else ", or data.train_tokenizer=true")
         yield Fault("model.tokenizer", None, want, fix)
-    if data.source == "random" and not model.path and not model.architecture.get("vocab_size"):
+    if "random" in sources_of(data) and not model.path and not model.architecture.get("vocab_size"):
         key = "model.architecture.vocab_size"
         yield Fault(key, None, "the vocabulary that random tokens are drawn from", f"{key}=4096")

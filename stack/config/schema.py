@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from stack.config.schema_checkpoint import CheckpointConfig
+from stack.config.schema_cluster import ClusterConfig
 from stack.config.schema_data import DataConfig
 from stack.config.schema_faults import FaultsConfig
+from stack.config.schema_plan import PlanConfig
 from stack.config.schema_site import SiteConfig
 
 
@@ -312,3 +314,9 @@ class RunConfig:
 
     site: SiteConfig = field(default_factory=SiteConfig)
     """The machine."""
+
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """The nodes that `launch/submit.py` asks for, and the life of a job on them."""
+
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    """What the run does with its forecast."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
@@ -12,7 +13,7 @@ from stack.ops.token_loss import IGNORE
 
 @dataclass
 class MicroBatch:
-    """Rows of packed documents on the CPU. Whole rows have `seq` tokens, a rank's slice of them `seq_local`.
+    """One rank's slice of rows of packed documents; without sequence parallelism, and in tests, whole rows.
 
     A document that is longer than what is left of its row goes on in the next row as a new piece: its
     positions restart at 0 and it does not see the earlier piece, but the last position of the earlier piece
@@ -29,8 +30,8 @@ class MicroBatch:
     """Restart at 0 in each piece of a document."""
 
     cu_seqlens: Int[Tensor, " bounds"]
-    """Boundaries of the pieces, int32, over the flattened rows x seq tokens of the whole rows, from 0 to rows
-    x seq. Row ends are boundaries; padding is a piece of its own."""
+    """Boundaries of the pieces, int32, over the flattened tokens of the whole rows, from 0 to rows x the length of a
+    whole row, which all ranks' slices make up. Row ends are boundaries; padding is a piece of its own."""
 
     row_tokens: tuple[int, ...] = ()
     """Tokens of documents in each whole row, which padding follows; 0 for a row that only fills up the
@@ -38,5 +39,15 @@ class MicroBatch:
 
     @property
     def num_targets(self) -> int:
-        """Positions that have a target."""
+        """Positions of the slice that have a target."""
         return int((self.labels != IGNORE).sum())
+
+    def pinned(self, device: torch.device) -> MicroBatch:
+        """The same in page-locked memory, from which copies to this CUDA device run beside the steps. torch keeps the
+        buffers and hands them out again once a copy is through."""
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        with torch.cuda.device(device):  # a thread's own, else each would wake the first device
+            return replace(
+                self,
+                **{name: each.pin_memory() for name, each in tensors.items() if isinstance(each, Tensor)},
+            )

@@ -1,176 +1,139 @@
-"""Documents of a store -> rows of `seq_len` tokens, computed from the documents' boundaries when a row is
-asked for.
+"""Documents -> rows of `seq_len` tokens, computed from the documents' boundaries when a row is asked for.
 
-Every token of every document is in exactly one row, in the documents' order. Padding fills only what is left
-of the last row (`concat`) or of each document's last row (`document`).
+Two packings that keep the documents' order: joined end to end (`ConcatRows`) or one a row (`DocumentRows`); the third,
+which fills rows with whole short documents, is in `best_fit.py`. Each token of each document is in exactly one row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import torch
 
-from stack.data.batch import IGNORE, MicroBatch
-from stack.data.store import TokenStore
+from stack.data.documents import Documents
 
 
-class Piece(NamedTuple):
-    """A stretch of one document in one row."""
+class Pieces(NamedTuple):
+    """Stretches of documents in rows, row by row and from left to right; each field is an array [pieces]."""
 
-    begin: int
-    """Place of its first token in the store."""
+    rows: np.ndarray
+    """Row of each piece, int64, in order."""
 
-    length: int
-    goes_on: bool
-    """Whether the document has a token behind it, which is then the target of its last position."""
+    begins: np.ndarray
+    """Place of its first token in the store, int64."""
+
+    lengths: np.ndarray
+    goes_on: np.ndarray
+    """Whether the document has a token behind the piece, which is then the target of its last position, bool."""
 
 
 class Rows(Protocol):
-    """Rows over a choice of a store's documents."""
+    """Rows over the documents of a part."""
 
-    num_tokens: int
     num_rows: int
 
-    def pieces(self, row: int) -> list[Piece]:
-        """What stands in a row, from left to right, `seq_len` tokens at most."""
+    def pieces(self, first: int, last: int) -> Pieces:
+        """What stands in the rows [first, last), `seq_len` tokens at most in each."""
+        ...
+
+    def num_cut(self) -> int:
+        """Documents that lie in several rows. Reads all boundaries."""
         ...
 
 
 class ConcatRows:
     """Documents joined end to end and cut every `seq_len` tokens; the last row is what is left."""
 
-    def __init__(self, store: TokenStore, documents: np.ndarray, seq_len: int):
-        self.offsets, self.documents, self.seq_len = store.offsets, documents, seq_len
-        self.ends = np.cumsum(_lengths(store, documents))
-        """Where each document ends in the joined stream, int64 [documents]."""
+    def __init__(self, documents: Documents, seq_len: int):
+        self.documents, self.seq_len = documents, seq_len
+        self.num_rows = -(-documents.num_tokens // seq_len)
 
-        self.num_tokens = int(self.ends[-1]) if len(documents) else 0
-        self.num_rows = -(-self.num_tokens // seq_len)
+    def pieces(self, first: int, last: int) -> Pieces:
+        low, high = first * self.seq_len, min(last * self.seq_len, self.documents.num_tokens)
+        ahead = self.documents.block_tokens
+        nearest = int(np.searchsorted(ahead, low, side="right")) - 1
+        blocks = [
+            self.documents.block(i) for i in range(nearest, int(np.searchsorted(ahead, high, side="left")))
+        ]
+        begins, lengths = (np.concatenate(arrays) for arrays in zip(*blocks, strict=True))
+        ends = ahead[nearest] + np.cumsum(lengths)  # in the joined stream
+        starts = ends - lengths
+        inside = slice(
+            int(np.searchsorted(ends, low, side="right")), int(np.searchsorted(starts, high, side="left"))
+        )
+        begins, starts, ends = begins[inside], starts[inside], ends[inside]
+        edges = np.union1d(np.maximum(starts, low), np.arange(low, high, self.seq_len))
+        lengths = np.diff(edges, append=high)
+        document = np.searchsorted(ends, edges, side="right")
+        at = begins[document] + edges - starts[document]
+        return Pieces(edges // self.seq_len, at, lengths, edges + lengths < ends[document])
 
-    def pieces(self, row: int) -> list[Piece]:
-        low = row * self.seq_len
-        high = min(low + self.seq_len, self.num_tokens)
-        first = int(np.searchsorted(self.ends, low, side="right"))
-        last = int(np.searchsorted(self.ends, high, side="left"))
-        found = []
-        for index in range(first, last + 1):
-            end = int(self.ends[index])
-            start = int(self.ends[index - 1]) if index else 0
-            cut_low, cut_high = max(low, start), min(high, end)
-            begin = int(self.offsets[self.documents[index]]) + cut_low - start
-            found.append(Piece(begin, cut_high - cut_low, cut_high < end))
-        return found
+    def num_cut(self) -> int:
+        count, ahead = 0, 0
+        for _, lengths in self.documents.blocks():
+            ends = ahead + np.cumsum(lengths)
+            count += int(np.count_nonzero((ends - lengths) // self.seq_len != (ends - 1) // self.seq_len))
+            ahead += int(lengths.sum())
+        return count
 
 
 class DocumentRows:
     """One document a row; a longer one takes several rows."""
 
-    def __init__(self, store: TokenStore, documents: np.ndarray, seq_len: int):
-        self.offsets, self.documents, self.seq_len = store.offsets, documents, seq_len
-        lengths = _lengths(store, documents)
-        self.row_ends = np.cumsum(-(-lengths // seq_len))
-        """Rows up to and with each document, int64 [documents]."""
+    def __init__(self, documents: Documents, seq_len: int):
+        self.documents, self.seq_len = documents, seq_len
+        totals = [int(-(-lengths // seq_len).sum()) for _, lengths in documents.blocks()]
+        self.block_rows = np.cumsum([0, *totals])
+        """Rows ahead of each block, and of all."""
 
-        self.num_tokens = int(lengths.sum())
-        self.num_rows = int(self.row_ends[-1]) if len(documents) else 0
+        self.num_rows = int(self.block_rows[-1])
 
-    def pieces(self, row: int) -> list[Piece]:
-        index = int(np.searchsorted(self.row_ends, row, side="right"))
-        document = self.documents[index]
-        nth = row - (int(self.row_ends[index - 1]) if index else 0)
-        begin, end = int(self.offsets[document]) + nth * self.seq_len, int(self.offsets[document + 1])
-        length = min(self.seq_len, end - begin)
-        return [Piece(begin, length, begin + length < end)]
-
-
-PACKINGS: dict[str, Callable[[TokenStore, np.ndarray, int], Rows]] = {
-    "concat": ConcatRows,
-    "document": DocumentRows,
-}
-
-
-@dataclass(frozen=True)
-class Account:
-    """Where every token of a part went."""
-
-    documents: int
-    tokens: int
-    rows: int
-    targets: int
-    """All tokens but the first of each document."""
-
-    padding: int
-    """Positions without a token."""
-
-    def __str__(self) -> str:
-        share = 100 * self.padding / max(self.tokens + self.padding, 1)
-        return (
-            f"{self.documents:,} documents, {self.tokens:,} tokens in {self.rows:,} rows, {self.targets:,} targets, "
-            f"{self.padding:,} positions of padding ({share:.2f} %), nothing dropped"
+    def pieces(self, first: int, last: int) -> Pieces:
+        return join(
+            self._in_block(index, rows) for index, rows in rows_by_block(self.block_rows, first, last)
         )
 
-
-class PackedPart:
-    """The rows of one part (training or evaluation) of a store, as tensors."""
-
-    def __init__(self, store: TokenStore, documents: np.ndarray, packing: str, seq_len: int):
-        self.store, self.tokens, self.seq_len = store, store.tokens, seq_len
-        self.pad_id = store.info.eos_id or 0
-        self.rows = rows = PACKINGS[packing](store, documents, seq_len)
-        self.num_rows = rows.num_rows
-        num_positions = rows.num_rows * seq_len
-        targets, padding = rows.num_tokens - len(documents), num_positions - rows.num_tokens
-        self.account = Account(len(documents), rows.num_tokens, rows.num_rows, targets, padding)
-
-    def micro_batch(self, rows: list[int], num_rows: int) -> MicroBatch:
-        """The given rows, and rows of padding up to `num_rows`."""
-        shape = (num_rows, self.seq_len)
-        ids, labels = np.full(shape, self.pad_id, np.int64), np.full(shape, IGNORE, np.int64)
-        positions = np.zeros(shape, np.int64)
-        bounds, row_tokens = [0], []
-        for index in range(num_rows):
-            pieces = self.rows.pieces(rows[index]) if index < len(rows) else []
-            begin = 0
-            for piece in pieces:
-                self._fill(piece, ids[index, begin:], labels[index, begin:])
-                positions[index, begin : begin + piece.length] = np.arange(piece.length)
-                begin += piece.length
-                bounds.append(index * self.seq_len + begin)
-            row_tokens.append(begin)
-            if begin < self.seq_len:
-                positions[index, begin:] = np.arange(self.seq_len - begin)
-                bounds.append((index + 1) * self.seq_len)
-        return MicroBatch(
-            input_ids=torch.from_numpy(ids),
-            labels=torch.from_numpy(labels),
-            position_ids=torch.from_numpy(positions),
-            cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
-            row_tokens=tuple(row_tokens),
+    def _in_block(self, index: int, rows: np.ndarray) -> Pieces:
+        begins, lengths = self.documents.block(index)
+        found = cut_documents(
+            rows - self.block_rows[index], begins, lengths, -(-lengths // self.seq_len), self.seq_len
         )
+        return found._replace(rows=rows)
 
-    def describe_row(self, row: int) -> list[str]:
-        """Which documents of the store stand in a row, and which of their tokens."""
-        lines = []
-        for piece in self.rows.pieces(row):
-            document = int(np.searchsorted(self.store.offsets, piece.begin, side="right")) - 1
-            first = piece.begin - int(self.store.offsets[document])
-            lines.append(
-                f"row {row}: document {document} of {self.store.info.source} ({self.store.folder}), tokens {first} to "
-                f"{first + piece.length - 1}"
-            )
-        return lines
-
-    def _fill(self, piece: Piece, ids: np.ndarray, labels: np.ndarray) -> None:
-        """Tokens and targets of a piece into the start of a row's rest."""
-        tokens = self.tokens[piece.begin : piece.begin + piece.length + piece.goes_on]
-        ids[: piece.length] = tokens[: piece.length]
-        labels[: len(tokens) - 1] = tokens[1:]
+    def num_cut(self) -> int:
+        return count_longer(self.documents, self.seq_len)
 
 
-def _lengths(store: TokenStore, documents: np.ndarray) -> np.ndarray:
-    """Tokens of each document, int64."""
-    return np.asarray(store.offsets[documents + 1]) - np.asarray(store.offsets[documents])
+def cut_documents(
+    rows: np.ndarray, begins: np.ndarray, lengths: np.ndarray, counts: np.ndarray, seq_len: int
+) -> Pieces:
+    """Rows that hold one piece of one document each. begins, lengths, counts: of the documents, `counts` the rows that each
+    one takes, its first tokens in its first."""
+    ends = np.cumsum(counts)
+    document = np.searchsorted(ends, rows, side="right")
+    at = (rows - ends[document] + counts[document]) * seq_len
+    taken = np.minimum(seq_len, lengths[document] - at)
+    return Pieces(rows, begins[document] + at, taken, at + taken < lengths[document])
+
+
+def rows_by_block(block_rows: np.ndarray, first: int, last: int) -> list[tuple[int, np.ndarray]]:
+    """The rows [first, last), in arrays of those that stand in the same block. block_rows: rows ahead of each block."""
+    nearest = int(np.searchsorted(block_rows, first, side="right")) - 1
+    found = []
+    while first < last:
+        end = min(last, int(block_rows[nearest + 1]))
+        if end > first:
+            found.append((nearest, np.arange(first, end)))
+        first, nearest = max(first, end), nearest + 1
+    return found
+
+
+def join(parts: Iterable[Pieces]) -> Pieces:
+    """Pieces of several stretches of rows as one."""
+    return Pieces(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+
+def count_longer(documents: Documents, seq_len: int) -> int:
+    """Documents with more than `seq_len` tokens."""
+    return sum(int(np.count_nonzero(lengths > seq_len)) for _, lengths in documents.blocks())

@@ -1,22 +1,31 @@
-"""The token store: the ids of all documents in one memory-mapped file, with their boundaries.
+"""The token store: the ids of all documents in memory-mapped shards, with one index of the documents' boundaries.
 
 A store is a folder:
 
-    tokens.bin     ids end to end, little-endian uint16 or uint32, whichever holds the vocabulary
-    offsets.bin    int64 [num_documents + 1]: document d is tokens[offsets[d] : offsets[d + 1]]
-    places.bin     uint64 [num_documents]: hash of each document's place in its source
-    store.json     StoreInfo: what it was made from, counts, hashes
-    tokenizer/     Hugging Face folder, if the tokenizer was trained on this text
+    shards/00000.bin       ids end to end, little-endian uint16, or int32 where the vocabulary needs it
+    shards/00000.targets   bool, one a token: may it be predicted? Only where some may not, as in chats
+    offsets.bin            int64 [num_documents + 1]: document d is the tokens offsets[d] to offsets[d + 1] - 1 of the
+                           whole store, over the bounds of shards
+    places.bin             uint64 [num_documents]: hash of each document's place in its source
+    store.json             StoreInfo: what it was made from, counts, hashes
+    tokenizer/             Hugging Face folder, if the tokenizer was trained on this text
 
-It is written under another name and renamed when complete, so a folder with the right name is whole.
+Why a format of our own: Arrow files of `datasets` and the shards of mosaicml-streaming and litdata keep documents or
+samples, so that a rank which wants a slice of one packed row reads and copies more than the slice, while .bin files of
+datatrove and Megatron hold bare ids, but no document that spans files, no mask of targets, and no record of what made
+them. So a shard holds the bytes of a Megatron .bin, both ways are open by `sources/tokens.py` and `megatron.py`, and
+what is added is one global index.
+
+While it is made, `units/` holds what is known of each finished shard, and the folder has another name until all of it
+is there, so a folder with the right name is whole.
 """
 
 from __future__ import annotations
 
-import array
-import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+import os
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +33,12 @@ import numpy as np
 
 from stack.errors import DataError
 
-FORMAT = 1
-TOKENS, OFFSETS, PLACES, INFO = "tokens.bin", "offsets.bin", "places.bin", "store.json"
+FORMAT = 2
+SHARDS, UNITS = "shards", "units"
+OFFSETS, PLACES, INFO = "offsets.bin", "places.bin", "store.json"
 TOKENIZER = "tokenizer"
+OPEN_SHARDS = 64
+"""Shards mapped at once; each map takes one of the process's file descriptors."""
 
 
 @dataclass
@@ -35,26 +47,34 @@ class StoreInfo:
 
     source: str
     dtype: str
-    """numpy name of the ids in tokens.bin."""
+    """numpy name of the ids in the shards."""
 
     num_documents: int
     num_tokens: int
+    shards: list[int]
+    """Tokens of each shard."""
+
     content: str
-    """SHA-256 over ids and boundaries: the same on every machine for the same tokens."""
+    """SHA-256 over ids, targets and boundaries: the same for the same tokens, whatever they were made from, and where."""
 
     text: str | None
-    """SHA-256 of the documents' UTF-8 bytes, one after the other; None if the source made ids."""
+    """SHA-256 over the documents' UTF-8 bytes; None if the source made ids or records."""
 
     text_bytes: int
+    """UTF-8 bytes of the text that became ids, or bytes of the records."""
+
     tokenizer: str | None
-    """Where its tokenizer is: TOKENIZER for the folder inside, else a path or hub name; None if the source
-    made ids."""
+    """Where its tokenizer is: TOKENIZER for the folder inside, else a path or hub name; None if there is
+    none."""
 
     eos_id: int | None
     """Id behind each document, None if none was put there."""
 
     num_ids: int
     """All ids are below this."""
+
+    lengths: list[int] = field(default_factory=list)
+    """Documents by length: entry k counts those of 2^k to 2^(k + 1) - 1 tokens."""
 
     dropped: dict[str, Any] = field(default_factory=dict)
     """Documents left out: reason -> count, bytes and the first one's place."""
@@ -65,11 +85,15 @@ class StoreInfo:
     tokenizer_hash: str | None = None
     """Of all that decides the tokenizer's ids (`TextEncoder.fingerprint`); None if the source made ids."""
 
+    masked: bool = False
+    """Whether only some tokens may be predicted."""
+
     format: int = FORMAT
 
 
 class TokenStore:
-    """A complete store, read through memory maps: opening it reads only store.json."""
+    """A complete store, read through memory maps. Opening it reads store.json and looks at the sizes of files; 10
+    million documents open in milliseconds."""
 
     def __init__(self, folder: Path):
         """Raises DataError if the folder is no whole store."""
@@ -81,101 +105,111 @@ class TokenStore:
                     _damaged(folder, f"format {fields.get('format')}, this version reads {FORMAT}")
                 )
             self.info = StoreInfo(**fields)
-            self.tokens = _map(folder / TOKENS, self.info.dtype, self.info.num_tokens)
             self.offsets = _map(folder / OFFSETS, "<i8", self.info.num_documents + 1)
             self.places = _map(folder / PLACES, "<u8", self.info.num_documents)
+            _check_sizes(folder, self.info)
         except (OSError, ValueError, TypeError) as error:
             raise DataError(_damaged(folder, str(error))) from error
+        self._starts = np.concatenate([[0], np.cumsum(self.info.shards, dtype=np.int64)])
+        self._map_ids = lru_cache(OPEN_SHARDS)(self._map_shard)
+        self._map_targets = lru_cache(OPEN_SHARDS)(self._map_mask)
+
+    def __reduce__(self) -> tuple[type, tuple[Path]]:
+        """Travels to another process by its folder: maps do not."""
+        return type(self), (self.folder,)
+
+    @property
+    def num_documents(self) -> int:
+        return self.info.num_documents
+
+    @property
+    def num_tokens(self) -> int:
+        return self.info.num_tokens
+
+    def read(self, begin: int, end: int) -> np.ndarray:
+        """Ids of the tokens [begin, end) of the whole store, a copy, int64 [end - begin]."""
+        spans = self._spans(begin, end)
+        out = np.empty(end - begin, np.int64)
+        for shard, inside, outside in spans:
+            out[outside] = self._map_ids(shard)[inside]
+        return out
+
+    def read_targets(self, begin: int, end: int) -> np.ndarray | None:
+        """Which of the tokens [begin, end) may be predicted, a copy, bool [end - begin]; None: all of them may."""
+        if not self.info.masked:
+            return None
+        spans = self._spans(begin, end)
+        out = np.empty(end - begin, np.bool_)
+        for shard, inside, outside in spans:
+            out[outside] = self._map_targets(shard)[inside]
+        return out
+
+    def shard_files(self) -> list[Path]:
+        """Files of ids, in order."""
+        return [shard_path(self.folder, number) for number in range(len(self.info.shards))]
 
     @property
     def trained_tokenizer(self) -> str | None:
         """Folder of the tokenizer that was trained on this text; None if it is the model's or there is none."""
-        return self.tokenizer if self.info.tokenizer == TOKENIZER else None
+        inside = self.folder / TOKENIZER
+        # The model's own may be in a folder of the same name beside the run.
+        return str(inside) if self.info.tokenizer == TOKENIZER and inside.is_dir() else None
 
     @property
     def tokenizer(self) -> str | None:
-        """Folder or hub name of the tokenizer, None if the source made ids."""
-        inside = self.info.tokenizer == TOKENIZER
-        return str(self.folder / TOKENIZER) if inside else self.info.tokenizer
+        """Folder or hub name of the tokenizer, None if there is none."""
+        return self.trained_tokenizer or self.info.tokenizer
 
-    def split(self, eval_fraction: float) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers of the documents for training and for evaluation, int64, both in the store's order.
+    def _spans(self, begin: int, end: int) -> list[tuple[int, slice, slice]]:
+        """(shard, where in it, where in the result) of each shard that [begin, end) touches."""
+        if not 0 <= begin <= end <= self.num_tokens:
+            raise IndexError(f"tokens {begin} to {end} of a store of {self.num_tokens}")
+        shard = int(np.searchsorted(self._starts, begin, side="right")) - 1
+        at, spans = begin, []
+        while at < end:
+            start, stop = int(self._starts[shard]), min(int(self._starts[shard + 1]), end)
+            if stop > at:  # a shard may be empty
+                spans.append((shard, slice(at - start, stop - start), slice(at - begin, stop - begin)))
+            at, shard = stop, shard + 1
+        return spans
 
-        A document's place decides, not its number, so that it stays where it is when others are added. The
-        first document is always for training, so that a single book is not held out whole.
-        """
-        held_out = self.places < np.uint64(int(eval_fraction * 2.0**64))
-        held_out[:1] = False
-        return np.flatnonzero(~held_out), np.flatnonzero(held_out)
+    def _map_shard(self, shard: int) -> np.ndarray:
+        return self._map_file(shard_path(self.folder, shard), self.info.dtype, shard)
 
+    def _map_mask(self, shard: int) -> np.ndarray:
+        return self._map_file(targets_path(self.folder, shard), "?", shard)
 
-class StoreWriter:
-    """Writes the files of a store into an empty folder, document by document."""
-
-    def __init__(self, folder: Path, num_ids: int):
-        self.folder = folder
-        self.num_ids = num_ids
-        self.dtype = "<u2" if num_ids <= 1 << 16 else "<u4"
-        self.num_tokens = 0
-        self._offsets = array.array("q", [0])
-        self._places = array.array("Q")
-        self._hash = hashlib.sha256()
-        self._file = (folder / TOKENS).open("wb")
-
-    def append(self, ids: np.ndarray) -> None:
-        """Add ids to the open document. Raises DataError if one is not below `num_ids`."""
-        if len(ids) and not 0 <= ids.min() <= ids.max() < self.num_ids:
-            found, want = f"ids from {ids.min()} to {ids.max()}", f"0 to {self.num_ids - 1}"
-            raise DataError(
-                f"{found} in the source, expected {want}. Fix: use a model with a larger vocabulary"
-            )
-        packed = ids.astype(self.dtype).tobytes()
-        self._hash.update(packed)
-        self._file.write(packed)
-        self.num_tokens += len(ids)
-
-    def end_document(self, place: str) -> None:
-        """Close the open document; without ids it is none."""
-        if self.num_open_tokens:
-            self._offsets.append(self.num_tokens)
-            self._places.append(hash_place(place))
-
-    @property
-    def num_open_tokens(self) -> int:
-        """Ids of the document that is not closed yet."""
-        return self.num_tokens - self._offsets[-1]
-
-    @property
-    def num_documents(self) -> int:
-        return len(self._places)
-
-    def finish(self, **fields: Any) -> StoreInfo:
-        """Write index and info; `fields` are those of StoreInfo that the writer does not know."""
-        self.close()
-        offsets = np.asarray(self._offsets, dtype="<i8").tobytes()
-        self._hash.update(offsets)
-        info = StoreInfo(
-            dtype=self.dtype,
-            num_documents=self.num_documents,
-            num_tokens=self.num_tokens,
-            content=self._hash.hexdigest(),
-            num_ids=self.num_ids,
-            **fields,
-        )
-        (self.folder / OFFSETS).write_bytes(offsets)
-        (self.folder / PLACES).write_bytes(np.asarray(self._places, dtype="<u8").tobytes())
-        (self.folder / INFO).write_text(json.dumps(asdict(info), indent=1))
-        return info
-
-    def close(self) -> None:
-        self._file.close()
+    def _map_file(self, path: Path, dtype: str, shard: int) -> np.ndarray:
+        try:
+            return _map(path, dtype, self.info.shards[shard])
+        except (OSError, ValueError) as error:
+            raise DataError(_damaged(self.folder, str(error))) from error
 
 
-def hash_place(place: str) -> int:
-    """64 bits that are the same on every machine."""
-    return int.from_bytes(
-        hashlib.blake2b(place.encode(errors="surrogateescape"), digest_size=8).digest(), "little"
-    )
+def shard_path(folder: Path, number: int) -> Path:
+    return folder / SHARDS / f"{number:05}.bin"
+
+
+def targets_path(folder: Path, number: int) -> Path:
+    return folder / SHARDS / f"{number:05}.targets"
+
+
+def id_dtype(num_ids: int) -> str:
+    """numpy name of the smallest number format that holds ids below `num_ids` and that Megatron knows."""
+    return "<u2" if num_ids <= 1 << 16 else "<i4"
+
+
+def _check_sizes(folder: Path, info: StoreInfo) -> None:
+    """Refuse a store whose shards are not all there. Raises ValueError."""
+    sizes = {entry.name: entry.stat().st_size for entry in os.scandir(folder / SHARDS)}
+    width = np.dtype(info.dtype).itemsize
+    for number, count in enumerate(info.shards):
+        wanted = [(shard_path(folder, number).name, count * width)]
+        if info.masked and count:
+            wanted.append((targets_path(folder, number).name, count))
+        for name, want in wanted:
+            if sizes.get(name) != want:
+                raise ValueError(f"{SHARDS}/{name} has {sizes.get(name, 'no')} bytes, not {want}")
 
 
 def _map(path: Path, dtype: str, length: int) -> np.ndarray:

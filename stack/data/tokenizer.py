@@ -7,15 +7,17 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from stack.data.chunks import cut_text, safe_cut
 from stack.dist.network import hub_reachable
 from stack.errors import ConfigError, DataError, Fault
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCAB = 257
@@ -33,20 +35,19 @@ class TextEncoder:
             self._backend.no_truncation()
             self._backend.no_padding()
         self.cut = safe_cut(self._backend) if self._backend is not None else None
-
-    @property
-    def num_ids(self) -> int:
+        self.num_ids: int = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
         """Ids it can give, counting added tokens."""
-        return max(len(self.tokenizer), max(self.tokenizer.get_vocab().values()) + 1)
 
-    @property
-    def eos_id(self) -> int | None:
-        return cast("int | None", self.tokenizer.eos_token_id)
-
-    @property
-    def control_ids(self) -> set[int]:
+        self.eos_id = cast("int | None", tokenizer.eos_token_id)
+        self.control_ids = set(tokenizer.all_special_ids)
         """Ids of tokens that mark rather than spell, such as the end of a text."""
-        return set(self.tokenizer.all_special_ids)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A worker process gets the Rust tokenizer alone, where there is one, and need not load transformers."""
+        state = dict(vars(self))
+        if self._backend is not None:
+            del state["tokenizer"]
+        return state
 
     def notes(self) -> list[str]:
         """What this tokenizer does that a user may not expect."""
@@ -72,7 +73,7 @@ class TextEncoder:
             ]
         else:
             ids = [one.ids for one in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
-        return [np.asarray(row, dtype=np.int64) for row in ids]
+        return [np.array(row, dtype=np.int64) for row in ids]
 
     def fingerprint(self) -> str:
         """Hash of all that decides the ids."""
@@ -90,6 +91,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     Every byte is a token, so any text comes back unchanged. END_OF_TEXT has id 0 and is end and padding
     token.
     """
+    from transformers import (
+        PreTrainedTokenizerFast,
+    )  # here and below: worker processes import this file, and not this
+
     if vocab_size < SMALLEST_VOCAB:
         fix = "data.vocab_size=4096 is usual for a few MB of text"
         raise ConfigError(
@@ -115,6 +120,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer in a folder, in the local cache, or on the hub. Raises DataError."""
+    from transformers import AutoTokenizer
+
     local = os.path.isdir(os.path.expanduser(path))
     try:
         return AutoTokenizer.from_pretrained(

@@ -1,4 +1,5 @@
-"""A rank's slice of a micro-batch under sequence parallelism."""
+"""A rank's slice of a micro-batch under sequence parallelism, cut from whole rows: for rows that are in memory anyway. What
+comes from a token store is read by slice at once, in `data/slices.py`, whose slow twin this is."""
 
 from __future__ import annotations
 

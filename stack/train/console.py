@@ -16,6 +16,11 @@ def tell(text: str) -> None:
     print(text, flush=True)
 
 
+def tell_waiting(what: str, seconds: float) -> None:
+    """A sign of life while other ranks wait for rank 0."""
+    tell(f"still {what} ({format_duration(seconds)})")
+
+
 class ConsoleHook:
     """A progress line every `every` steps, and at once for a skipped step. Rank 0 only."""
 
@@ -68,6 +73,8 @@ def progress_line(record: dict[str, Any], total_steps: int, eta_s: float) -> str
     if "memory_allocated_peak_gib" in record:
         parts.append(f"device {record['memory_allocated_peak_gib']:.1f} GiB")
     parts.append(f"host {record['host_rss_gib']:.2f} GiB")
+    if "data_wait_s" in record:
+        parts.append(f"data wait {record['data_wait_s'] / record['step_s']:.1%}")
     if "eval_loss" in record:
         parts.append(f"eval loss {_number(record['eval_loss'], '.4f')}")
     parts.append(f"ETA {format_duration(eta_s)}")

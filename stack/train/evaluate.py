@@ -8,7 +8,6 @@ from typing import Any
 
 from stack.data.batch import MicroBatch
 from stack.dist.topology import Topology
-from stack.parallel.shard_batch import shard_batch
 
 
 def evaluate(
@@ -20,7 +19,7 @@ def evaluate(
 ) -> dict[str, float | int] | None:
     """Collective. `eval_loss` in nats a target, `eval_perplexity`, `eval_targets`.
 
-    rows: this rank's micro-batches, whole rows, as many on every rank: a rank without a row gets one without targets.
+    rows: this rank's micro-batches, slices of rows, as many on every rank: one without a row gets one without targets.
     wish: whether this rank has been asked to stop the run; if any has, all drop the evaluation between two micro-batches
     and None is returned. Weights, training data and random states are not touched.
     """
@@ -28,9 +27,8 @@ def evaluate(
     for batch in rows:
         if topology.sum(int(wish())):
             return None
-        local = shard_batch(batch, topology.sp, topology.sp_rank)
-        loss_sum_local += float(engine.evaluate(method, local))
-        targets_local += method.count_targets(batch) if topology.sp_rank == 0 else 0
+        loss_sum_local += float(engine.evaluate(method, batch))
+        targets_local += method.count_targets(batch)
     targets = topology.sum(targets_local)
     # The sum of all slices over the targets of all rows, counted once: no mean of means.
     loss = topology.sum(loss_sum_local) / targets if targets else math.nan

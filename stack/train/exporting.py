@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 from stack.checkpoint.export_folder import check_replaceable
 from stack.checkpoint.export_hf import export_hf, keep_auxiliary
 from stack.checkpoint.export_run import folders_in_use
+from stack.config.chat_checks import is_supervised
 from stack.config.schema import RunConfig
+from stack.data.chat.template import adopt_template
 from stack.data.store import TokenStore
 from stack.data.tokenizer import load_tokenizer
 from stack.dist.topology import Topology
@@ -19,10 +21,15 @@ if TYPE_CHECKING:
 
 
 def run_tokenizer(cfg: RunConfig, store: TokenStore) -> Any:
-    """The tokenizer of the run's tokens, None if they were drawn. Of transformers' kind."""
+    """The tokenizer of the run's tokens, with the chat template they were rendered by; None if they were drawn."""
     # The store may have been made by a run that knew the same tokenizer by another path.
     path = store.trained_tokenizer or cfg.model.tokenizer or cfg.model.path
-    return load_tokenizer(path) if store.tokenizer and path else None
+    if not store.tokenizer or not path:
+        return None
+    tokenizer = load_tokenizer(path)
+    if is_supervised(cfg.data):
+        adopt_template(tokenizer, cfg.data)
+    return tokenizer
 
 
 def keep_export_files(cfg: RunConfig, built: BuiltModel, store: TokenStore, folder: RunFolder) -> None:

@@ -33,6 +33,11 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def calibration(self) -> Path:
+        """What was measured and the forecast had missed."""
+        return self.path / "calibration.jsonl"
+
+    @property
     def curve(self) -> Path:
         return self.path / "curve.png"
 

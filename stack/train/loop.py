@@ -13,7 +13,6 @@ from stack.checkpoint.state import TrainState
 from stack.config.schema_faults import FaultsConfig
 from stack.data.batch import MicroBatch
 from stack.dist.topology import Topology
-from stack.parallel.shard_batch import shard_batch
 from stack.train.bad_steps import NONFINITE, PASSED, SPIKE, BadSteps, name_documents, remember_loss
 from stack.train.hooks import CheckpointHook, EvaluationCut, EvaluationHook, Hook
 from stack.train.metrics import FlopCounter, Meter, Step, Stopwatch, count_step
@@ -63,10 +62,11 @@ def train_step(job: Job, state: TrainState) -> Step | None:
     Collective."""
     watch = Stopwatch(job.topology.device)
     micro_batches = job.loader.next_step()
+    wait_s = watch.since_start_s()
     if micro_batches is None:
         return None
     # Counted over all micro-batches and ranks before the first forward: the one denominator of loss and gradient.
-    counts = count_step(job.method, micro_batches, job.topology, job.flops, job.wish())
+    counts = count_step(job.method, micro_batches, job.topology, job.flops, job.wish(), wait_s)
     if counts.wishes:
         return None
     step = Step(lr=job.lr_at(state.step), counts=counts)
@@ -92,18 +92,13 @@ def train_step(job: Job, state: TrainState) -> Step | None:
 
 def forward_backward(job: Job, micro_batches: Sequence[MicroBatch], num_targets: int) -> float:
     """Gradients of the step's mean loss; returns the sum of the token losses of this rank's slices."""
-    topology = job.topology
-    sums = []
-    for batch in micro_batches:
-        local = shard_batch(batch, topology.sp, topology.sp_rank)
-        sums.append(job.engine.forward_backward(job.method, local, num_targets))
+    sums = [job.engine.forward_backward(job.method, batch, num_targets) for batch in micro_batches]
     return float(torch.stack(sums).double().sum())  # the one wait for the device before the update
 
 
 def spoil(job: Job, batch: MicroBatch) -> None:
     """Make the step's gradients NaN, so that the engine drops them: no ZeRO stage offers a way to do so directly."""
-    local = shard_batch(batch, job.topology.sp, job.topology.sp_rank)
-    job.engine.forward_backward(job.method, local, math.nan)
+    job.engine.forward_backward(job.method, batch, math.nan)
 
 
 def update_weights(job: Job, step: Step, loss_sum_local: float) -> None:

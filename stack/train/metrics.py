@@ -75,6 +75,8 @@ class StepCounts:
     hardware_flops: float = 0.0
     wishes: int = 0
     """Ranks that have been asked to stop the run."""
+    data_wait_s: float = 0.0
+    """How long the rank that waited longest waited for its rows."""
 
 
 @dataclass
@@ -109,6 +111,10 @@ class Stopwatch:
             torch.cuda.synchronize(self.device)
         now = time.perf_counter()
         self._laps[name], self._last = now - self._last, now
+
+    def since_start_s(self) -> float:
+        """Seconds since the last lap, or since the start."""
+        return time.perf_counter() - self._last
 
     def laps(self) -> dict[str, float]:
         """Seconds of each part, and their sum as `step_s`."""
@@ -154,6 +160,7 @@ class Meter:
             "small_steps": state.small_steps,
             "dropped_steps": state.dropped_steps,
             **step.times_s,
+            "data_wait_s": counts.data_wait_s,
             **memory_gib(self.topology.device),
         }
         if step.loss_scale is not None:
@@ -179,22 +186,27 @@ def count_step(
     topology: Topology,
     flops: FlopCounter | None = None,
     wish: bool = False,
+    wait_s: float = 0.0,
 ) -> StepCounts:
-    """Collective: what all ranks read in this step. The ranks of a sequence-parallel group hold the same rows.
+    """Collective: what all ranks read in this step. The ranks of a sequence-parallel group hold slices of the same rows.
 
-    wish: this rank has been asked to stop the run; the count of those travels along.
+    wish: this rank has been asked to stop the run; the count of those travels along. wait_s: how long this rank waited for
+    its rows; each rank's travels along in a place of its own.
     """
-    own = micro_batches if topology.sp_rank == 0 else ()
+    own = micro_batches if topology.sp_rank == 0 else ()  # tokens and rows are those of whole rows
     lengths = [document_lengths(batch) for batch in own]
-    targets, tokens, rows, wishes = topology.sum_each(
+    waits_us = [0] * topology.world
+    waits_us[topology.rank] = round(wait_s * 1e6)
+    targets, tokens, rows, wishes, *waits_us = topology.sum_each(
         [
-            sum(method.count_targets(batch) for batch in own),
+            sum(method.count_targets(batch) for batch in micro_batches),
             sum(sum(batch.row_tokens) for batch in own),
             sum(tokens > 0 for batch in own for tokens in batch.row_tokens),
             int(wish),
+            *waits_us,
         ]
     )
-    counts = StepCounts(targets, tokens, rows, wishes=wishes)
+    counts = StepCounts(targets, tokens, rows, wishes=wishes, data_wait_s=max(waits_us) / 1e6)
     if flops is not None:
         counts.model_flops, counts.hardware_flops = topology.sum_each(
             [float(sum(map(flops.model, lengths))), float(sum(map(flops.hardware, lengths)))]
@@ -204,6 +216,6 @@ def count_step(
 
 def document_lengths(batch: MicroBatch) -> list[int]:
     """Tokens of each piece of a document in whole rows, padding left out."""
-    seq = batch.input_ids.shape[1]
     bounds = batch.cu_seqlens.tolist()
+    seq = bounds[-1] // len(batch.input_ids)  # of a whole row
     return [end - begin for begin, end in pairwise(bounds) if begin % seq < batch.row_tokens[begin // seq]]

@@ -77,7 +77,7 @@ def summarize(
             f"{final['eval_targets']:,} tokens"
         )
     if records:
-        lines.append(_totals(records[-1]))
+        lines += [_totals(records[-1]), *_data(records)]
     lines += [f"  {label:<13} {path}" for label, path in places.items()]
     lines += ["What to try next:", *_next_steps(places, wandb_offline)]
     return "\n".join(lines)
@@ -105,6 +105,24 @@ def _totals(record: dict[str, Any]) -> str:
         if record.get(key)  # a journal of an older version lacks some
     ]
     return text + (f"; steps: {', '.join(counted)}" if counted else "")
+
+
+def _data(records: list[dict[str, Any]]) -> list[str]:
+    """How long the steps waited for rows, and what was drawn from each part of a mixture."""
+    known = [
+        record for record in records if "data_wait_s" in record
+    ]  # a journal of an older version has none
+    if not known:
+        return []
+    share = sum(record["data_wait_s"] for record in known) / sum(record["step_s"] for record in known)
+    mixed = "tokens_total/"
+    parts = [
+        f"{tokens:,} from {key.removeprefix(mixed)}"
+        for key, tokens in records[-1].items()
+        if key.startswith(mixed)
+    ]
+    lines = [f"  data          {share:.2%} of the steps' time was waiting for rows"]
+    return [*lines, f"{'':16}{', '.join(parts)}"] if parts else lines
 
 
 def _next_steps(places: dict[str, Path], wandb_offline: bool) -> list[str]:

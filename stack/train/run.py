@@ -24,8 +24,8 @@ from stack.checkpoint.state import TrainState, model_fingerprint
 from stack.config import derive
 from stack.config.checks import check
 from stack.config.schema import RunConfig
-from stack.data.loader import EvalLoader, Loader
-from stack.data.prepare import ensure_store
+from stack.data.loader import Loader
+from stack.data.mixture import Share
 from stack.data.store import TokenStore
 from stack.dist.agree import on_main_slowly
 from stack.dist.env import read_rank_env
@@ -42,10 +42,13 @@ from stack.models.flops import hardware_flops, model_flops
 from stack.models.hub import fetch
 from stack.models.safetensors_file import Entry
 from stack.models.spec import ModelSpec
-from stack.train.console import ConsoleHook, format_duration, tell
+from stack.train.calibration import calibration_hooks
+from stack.train.console import ConsoleHook, tell, tell_waiting
 from stack.train.evaluate import evaluate
 from stack.train.exporting import export_at_end, keep_export_files
+from stack.train.feeding import LoaderHook, make_eval_rows, make_loader, open_stores
 from stack.train.folder import RunFolder, take_folder, write_config
+from stack.train.forecast import Outlook, announce, look_ahead
 from stack.train.hooks import CheckpointHook, EvaluationHook, Hook, StallHook
 from stack.train.host_room import check_host_room
 from stack.train.journal import JournalHook, read_journal
@@ -62,6 +65,7 @@ from stack.train.warm_start import find_weights
 
 if TYPE_CHECKING:
     from stack.engine.handle import Engine
+    from stack.parallel.apply import Applied
 
 
 def run(cfg: RunConfig) -> None:
@@ -71,11 +75,12 @@ def run(cfg: RunConfig) -> None:
     if faults := check(cfg, env.world, device):
         raise ConfigError(faults)
     ds_config = build_ds_config(cfg, env.world)
+    outlook = look_ahead(cfg, env, device)
     with guard(env) as watch:
         topology = init_topology(env, cfg.parallel.sp, device, cfg.engine.timeout_s)
         try:
             with open_folder(cfg, topology) as folder:
-                run_ranks(cfg, topology, ds_config, folder, watch)
+                run_ranks(cfg, topology, ds_config, folder, watch, outlook)
         except BaseException as error:
             # With more ranks the guard ends them all at once, and closing would wait for them.
             if topology.world == 1:
@@ -87,15 +92,14 @@ def run(cfg: RunConfig) -> None:
 
 
 def run_ranks(
-    cfg: RunConfig, topology: Topology, ds_config: dict[str, Any], folder: RunFolder, watch: Watch
+    cfg: RunConfig,
+    topology: Topology,
+    ds_config: dict[str, Any],
+    folder: RunFolder,
+    watch: Watch,
+    outlook: Outlook,
 ) -> None:
     """What all ranks do together."""
-    # DeepSpeed takes its device when it is imported, so not before `choose_device`.
-    from stack.engine.build import build_engine
-    from stack.engine.build_ops import build_ops
-    from stack.engine.zero_init import join_deepspeed, zero3_partitioner
-    from stack.parallel.apply import apply_parallelism
-
     quiet_libraries()
     command = resume_command(watch.env)
     layout = make_layout(cfg, topology)
@@ -104,20 +108,12 @@ def run_ranks(
 
     blank = judge_model(cfg, topology, find_weights(cfg, checkpoint, topology), checkpoint is not None)
     check_host_room(cfg, blank.built.spec, watch.env, topology.device.type == "cuda", tell)
-    store = open_store(cfg, topology)
+    stores = open_stores(cfg, topology)
     watch_over(watch, cfg, blank.built.spec, folder, topology)
-    loader = make_loader(cfg, store, topology)
+    loader = make_loader(cfg, stores, topology)
+    outlook = announce(outlook, [share.store for share in stores], topology, tell)
     total_steps = derive.total_steps(cfg.schedule, loader.steps_per_epoch)
-    join_deepspeed(topology)
-    build_ops(ds_config, topology, tell)
-    partition = zero3_partitioner(ds_config, DTYPES[cfg.engine.precision]) if cfg.engine.stage == 3 else None
-    built = fill_model(blank, partition)
-    applied = apply_parallelism(
-        built.model, built.spec, cfg.memory, cfg.model.attention, cfg.engine.stage, topology
-    )
-    for remark in applied.remarks if topology.is_main else ():
-        tell(remark)
-    engine = build_engine(built.model, cfg.optim, topology, ds_config)
+    built, applied, engine = build(cfg, blank, ds_config, topology)
     layout["model"] = model_fingerprint(built.model)
     state = TrainState()
     if checkpoint is not None:
@@ -125,12 +121,13 @@ def run_ranks(
     check_positions(built)
     if topology.is_main:
         write_config(folder, cfg)
-        keep_export_files(cfg, built, store, folder)
+        keep_export_files(cfg, built, stores[0].store, folder)
         folder.stopped.unlink(missing_ok=True)
 
     job = make_job(cfg, engine, loader, built, total_steps, topology, applied.lean)
     saver = make_saver(cfg, folder, layout, state, total_steps, topology)
-    hooks = make_hooks(cfg, job, store, saver, folder, state, total_steps)
+    hooks = make_hooks(cfg, job, stores, loader, saver, folder, state, total_steps)
+    hooks[-1:-1] = calibration_hooks(outlook, folder.calibration, topology, tell)
     keeper = make_keeper(cfg, job, saver, folder, watch, state.step)
     stopped = train(job, state, total_steps, Meter(topology, job.flops), hooks) or asked_late(job, watch)
     watch.enter("end", f"at the end, behind step {state.step}")
@@ -144,8 +141,31 @@ def run_ranks(
     if stopped:
         watch.stop.ignore()
     else:
-        finish(cfg, engine, built, store, folder, total_steps, topology)
+        finish(cfg, engine, built, stores[0].store, folder, total_steps, topology)
     engine.close()
+
+
+def build(
+    cfg: RunConfig, blank: BlankModel, ds_config: dict[str, Any], topology: Topology
+) -> tuple[BuiltModel, Applied, Engine]:
+    """The model filled, sharded and made parallel, in its engine."""
+    # DeepSpeed takes its device when it is imported, so not before `choose_device`.
+    from stack.engine.build import build_engine
+    from stack.engine.build_ops import build_ops
+    from stack.engine.zero_init import join_deepspeed, zero3_partitioner
+    from stack.parallel.apply import apply_parallelism
+
+    join_deepspeed(topology)
+    build_ops(ds_config, topology, tell)
+    partition = zero3_partitioner(ds_config, DTYPES[cfg.engine.precision]) if cfg.engine.stage == 3 else None
+    built = fill_model(blank, partition)
+    applied = apply_parallelism(
+        built.model, built.spec, cfg.memory, cfg.model.attention, cfg.engine.stage, topology
+    )
+    for remark in applied.remarks if topology.is_main else ():
+        tell(remark)
+    engine = build_engine(built.model, cfg.optim, topology, ds_config)
+    return built, applied, engine
 
 
 def choose_device(cfg: RunConfig) -> str:
@@ -235,40 +255,6 @@ def judge_model(
     return blank
 
 
-def tell_waiting(what: str, seconds: float) -> None:
-    """A sign of life while other ranks wait for rank 0."""
-    tell(f"still {what} ({format_duration(seconds)})")
-
-
-def open_store(cfg: RunConfig, topology: Topology) -> TokenStore:
-    """The tokens, prepared by rank 0 if they are not there."""
-    prepare = partial(
-        ensure_store,
-        cfg.data,
-        tokenizer_path=cfg.model.tokenizer or cfg.model.path,
-        model_vocab=derive.architecture(cfg.model).get("vocab_size"),
-        seed=cfg.seed,
-        say=tell,
-    )
-    return TokenStore(on_main_slowly(topology, prepare, partial(tell_waiting, "preparing tokens")))
-
-
-def make_loader(cfg: RunConfig, store: TokenStore, topology: Topology) -> Loader:
-    """Training rows of this rank."""
-    loader = Loader(
-        store,
-        cfg.data,
-        dp=topology.dp,
-        dp_rank=topology.dp_rank,
-        accumulation=cfg.engine.accumulation,
-        seed=cfg.seed,
-        epochs=cfg.schedule.epochs,
-    )
-    if topology.is_main:
-        tell(f"training: {loader.account}")
-    return loader
-
-
 def make_job(
     cfg: RunConfig,
     engine: Engine,
@@ -304,7 +290,8 @@ def make_job(
 def make_hooks(
     cfg: RunConfig,
     job: Job,
-    store: TokenStore,
+    stores: list[Share],
+    loader: Loader,
     saver: Saver,
     folder: RunFolder,
     state: TrainState,
@@ -312,10 +299,8 @@ def make_hooks(
 ) -> list[Hook]:
     """In the order in which they are called: numbers are made, then kept and shown, then the step is saved."""
     topology, log = job.topology, cfg.log
-    hooks: list[Hook] = [StallHook(saver.take_stall_s)]
-    rows = EvalLoader(store, cfg.data, dp=topology.dp, dp_rank=topology.dp_rank, max_rows=log.eval_rows)
-    if topology.is_main and log.eval_rows:
-        tell(rows.describe())
+    hooks: list[Hook] = [StallHook(saver.take_stall_s), LoaderHook(loader)]
+    rows = make_eval_rows(cfg, stores, topology)
     if rows.num_rows:
         # Plain cross-entropy, whatever is added to it in training, so that perplexity means what it says.
         method = build_method(replace(cfg.method, label_smoothing=0.0, z_loss=0.0))

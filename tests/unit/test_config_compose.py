@@ -27,6 +27,8 @@ RANKS = {
     "llama3_8b_15m": 32,
     "qwen3_32b_1m": 8,
     "qwen3_30b_a3b_1m": 8,
+    "qwen3_sft_256k": 1,
+    "qwen3_sft_1m": 8,
 }
 """Every experiment -> the ranks that its header asks for."""
 

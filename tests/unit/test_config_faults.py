@@ -87,6 +87,13 @@ BROKEN: list[tuple[list[str], str, str]] = [
     (["data=text"], "data.path", "text files"),
     (["data=jsonl", "data.path=nowhere.jsonl"], "data.path", "that exist"),
     (["data.path=conf"], "data.path", "reads none"),
+    (["data=parquet", "data.path=nowhere"], "data.path", "Parquet files that exist"),
+    (["data=hf"], "data.path", "the name of a dataset"),
+    (["data=tokens", "data.path=conf"], "data.train_tokenizer", "no text"),
+    (["data.subset=en"], "data.subset", "only datasets of Hugging Face"),
+    (["data.token_eos=0"], "data.token_eos", "null for sources other than tokens"),
+    (["data.mixture=[{name: a, source: text, path: x}]"], "data.mixture.a.path", "text files that exist"),
+    (["data.mixture=[{name: a, path: conf}]"], "data.mixture.a.path", "reads none"),
     # Memory, engine
     (["memory=alst", "memory.checkpointing=none"], "memory.offload", "without checkpointing"),
     (["memory=lean", "memory.host_gib=8"], "memory.host_gib", "without memory.spill_folder"),

@@ -12,7 +12,15 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import pytest
 import yaml
 
-from stack.config import schema, schema_checkpoint, schema_data, schema_faults, schema_site
+from stack.config import (
+    schema,
+    schema_checkpoint,
+    schema_cluster,
+    schema_data,
+    schema_faults,
+    schema_plan,
+    schema_site,
+)
 from stack.config.convert import ELSEWHERE_CALLED, as_dict, as_yaml, convert, known_keys, nearest_keys
 from stack.config.ranges import RANGES
 from stack.config.schema import RunConfig
@@ -21,8 +29,11 @@ from stack.config.schema import RunConfig
 RANGED_ELSEWHERE = {"data.vocab_size"}
 
 
+MODULES = (schema, schema_checkpoint, schema_cluster, schema_data, schema_faults, schema_plan, schema_site)
+
+
 def _classes() -> Iterator[ast.ClassDef]:
-    for module in (schema, schema_checkpoint, schema_data, schema_faults, schema_site):
+    for module in MODULES:
         tree = ast.parse(inspect.getsource(module))
         yield from (node for node in tree.body if isinstance(node, ast.ClassDef))
 
@@ -41,7 +52,8 @@ def test_every_setting_has_a_docstring() -> None:
 
 
 def test_schema_is_made_of_dataclasses_with_keywords_only() -> None:
-    classes = [getattr(schema, node.name) for node in _classes()]
+    names = {name: value for module in MODULES for name, value in vars(module).items()}
+    classes = [names[node.name] for node in _classes()]
     assert len(classes) >= 12
     for cls in classes:
         assert is_dataclass(cls) and all(item.kw_only for item in fields(cls)), cls

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from stack.config.schema_data import DataConfig
+from stack.data.documents import Documents
 from stack.data.loader import EvalLoader, Loader
 from stack.data.store import TokenStore
 from stack.errors import DataError
@@ -152,6 +153,12 @@ def test_too_little_text_is_refused(tmp_path: Path, packing: str, lengths: list[
         make(store, replace(DATA, packing=packing))
 
 
+def numbers(store: TokenStore, eval_fraction: float, held_out: bool = False) -> list[int]:
+    """Documents of a part, looked at in blocks that do not divide their number."""
+    documents = Documents(store, held_out=held_out, eval_fraction=eval_fraction, block=64)
+    return [number for index in range(documents.num_blocks) for number in documents.numbers(index).tolist()]
+
+
 @pytest.mark.parametrize("dp", [1, 2, 4])
 @pytest.mark.parametrize("micro_batch", [1, 3])
 def test_evaluation_sees_the_same_rows_at_any_split(tmp_path: Path, dp: int, micro_batch: int) -> None:
@@ -159,8 +166,7 @@ def test_evaluation_sees_the_same_rows_at_any_split(tmp_path: Path, dp: int, mic
     divide."""
     store = counting_store(tmp_path / "docs", [7, 16, 33] * 20)
     data = replace(DATA, eval_fraction=0.3, micro_batch=micro_batch)
-    _, held_out = store.split(0.3)
-    assert 5 < len(held_out) < 35
+    assert 5 < len(numbers(store, 0.3, held_out=True)) < 35
     ranks = [EvalLoader(store, data, dp=dp, dp_rank=rank, max_rows=11) for rank in range(dp)]
     batches = [list(loader) for loader in ranks]
     assert {len(rank) for rank in batches} == {len(ranks[0])}
@@ -181,11 +187,12 @@ def test_evaluation_sees_the_same_rows_at_any_split(tmp_path: Path, dp: int, mic
 
 def test_no_document_is_in_both_parts(tmp_path: Path) -> None:
     store = counting_store(tmp_path / "many", [5] * 1000)
-    train, held_out = store.split(0.2)
+    train, held_out = numbers(store, 0.2), numbers(store, 0.2, held_out=True)
     assert not set(train) & set(held_out) and len(train) + len(held_out) == 1000
-    assert 140 < len(held_out) < 260
-    fewer = store.split(0.1)[1]
+    assert 140 < len(held_out) < 260 and 0 in train
+    fewer = numbers(store, 0.1, held_out=True)
     assert set(fewer) < set(held_out), "a smaller share holds out some of the same documents"
+    assert numbers(store, 0.0, held_out=True) == [] and len(numbers(store, 0.0)) == 1000
 
 
 def test_an_empty_held_out_part_is_said(store: TokenStore) -> None:

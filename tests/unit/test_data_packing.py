@@ -7,20 +7,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from stack.config.schema_data import DataConfig
 from stack.data.batch import IGNORE, MicroBatch
-from stack.data.packing import PackedPart
+from stack.data.part import PackedPart
+from stack.data.slices import Slicer
 from stack.data.store import TokenStore
 from tests.stores import counting_store, store_of_ids
 
 LENGTHS = (1, 4, 7, 1000)
 
 
-def part_of(store: TokenStore, packing: str, seq_len: int) -> PackedPart:
-    return PackedPart(store, np.arange(store.info.num_documents), packing, seq_len)
+def part_of(store: TokenStore, packing: str, seq_len: int, too_long: str = "split") -> PackedPart:
+    data = DataConfig(packing=packing, seq_len=seq_len, too_long=too_long, eval_fraction=0.0)  # type: ignore[arg-type]
+    return PackedPart(store, data)
 
 
 def all_rows(part: PackedPart) -> MicroBatch:
-    return part.micro_batch(list(range(part.num_rows)), part.num_rows)
+    rows = [(part, row) for row in range(part.num_rows)]
+    return Slicer(part.seq_len).micro_batch(rows, part.num_rows, part.pad_id)
 
 
 def real_tokens(batch: MicroBatch, lengths: tuple[int, ...]) -> list[int]:
@@ -94,7 +98,7 @@ def test_shapes_positions_and_boundaries(tmp_path: Path) -> None:
 
 def test_rows_of_padding(tmp_path: Path) -> None:
     part = part_of(counting_store(tmp_path / "s", [3]), "document", 4)
-    batch = part.micro_batch([], 2)
+    batch = Slicer(4).micro_batch([], 2, part.pad_id)
     assert batch.input_ids.shape == (2, 4) and batch.num_targets == 0
     assert batch.row_tokens == (0, 0)
     assert batch.cu_seqlens.tolist() == [0, 4, 8]
@@ -103,10 +107,11 @@ def test_rows_of_padding(tmp_path: Path) -> None:
 
 def test_only_the_chosen_documents(tmp_path: Path) -> None:
     """Documents that are not chosen leave no trace, also between chosen ones."""
-    store = counting_store(tmp_path / "s", [2, 3, 2])
-    batch = all_rows(PackedPart(store, np.array([0, 2]), "concat", 4))
-    assert batch.input_ids.tolist() == [[0, 1, 5, 6]]
-    assert batch.labels.tolist() == [[1, IGNORE, 6, IGNORE]]
+    part = part_of(counting_store(tmp_path / "s", [2, 5, 2]), "concat", 4, too_long="drop")
+    batch = all_rows(part)
+    assert batch.input_ids.tolist() == [[0, 1, 7, 8]]
+    assert batch.labels.tolist() == [[1, IGNORE, 8, IGNORE]]
+    assert part.account.dropped == ("1 documents longer than a row (5 tokens)",)
 
 
 def test_random_documents_against_a_plain_loop(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ accounted for."""
 from __future__ import annotations
 
 import fcntl
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -11,15 +13,23 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 
-from stack.config.schema_data import DataConfig
-from stack.data import encode
-from stack.data import prepare as prepare_module
-from stack.data.prepare import describe, ensure_store
-from stack.data.store import INFO, StoreWriter, TokenStore
+from stack.config.schema_data import DataConfig, MixturePart
+from stack.data import build, encode, workers
+from stack.data.prepare import (
+    ArrayTask,
+    ensure_store,
+    ensure_stores,
+    merge_tasks,
+    mixture_parts,
+    prepare_task,
+)
+from stack.data.shards import ShardWriter
+from stack.data.store import TokenStore
+from stack.data.summary import describe
 from stack.data.tokenizer import END_OF_TEXT, TextEncoder, load_tokenizer, train_tokenizer
 from stack.errors import ConfigError, DataError
 from tests.stores import prepare
@@ -57,7 +67,7 @@ def test_documents_come_back_and_every_byte_is_counted(data: DataConfig) -> None
     tokenizer = load_tokenizer(str(store.tokenizer))
     bounds = store.offsets.tolist()
     texts = [
-        tokenizer.decode(store.tokens[a:b].tolist()) for a, b in zip(bounds[:-1], bounds[1:], strict=True)
+        tokenizer.decode(store.read(a, b).tolist()) for a, b in zip(bounds[:-1], bounds[1:], strict=True)
     ]
     assert texts == [file.read_text() + END_OF_TEXT for file in files]
     dropped = sum(entry["num_bytes"] for entry in store.info.dropped.values())
@@ -76,10 +86,25 @@ def test_long_documents_go_in_chunks_with_the_same_ids(
     """The whole document at once, and in chunks of a few characters and small batches."""
     whole = prepare(data)
     monkeypatch.setattr(encode, "BATCH_CHARS", 50)
-    monkeypatch.setattr("stack.data.chunks.CHUNK_CHARS", 8)
     monkeypatch.setattr("stack.data.chunks.cut_text.__defaults__", (8,))
     pieces = prepare(replace(data, store=f"{data.store}-small"))
     assert contents(pieces.folder) == contents(whole.folder)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_document_in_several_shards_has_the_ids_of_the_whole(
+    data: DataConfig, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one line, between two others."""
+    line = " ".join(f"{number} 낱말 漢字， 😀 word{number * number}" for number in range(200))
+    (Path(str(data.path)) / "05.txt").write_text(line)
+    whole = prepare(data)
+    monkeypatch.setattr(build, "LEAST_UNIT", 600)
+    monkeypatch.setattr("stack.data.sources.text.BLOCK_BYTES", 100)
+    parts = prepare(replace(data, store=f"{data.store}-parts", prepare_workers=workers))
+    assert len(parts.info.shards) > 10 and len(whole.info.shards) == 1
+    assert parts.info.content == whole.info.content and parts.info.lengths == whole.info.lengths
+    assert parts.places.tolist() == whole.places.tolist()
 
 
 def test_without_end_of_text(data: DataConfig) -> None:
@@ -129,43 +154,100 @@ def test_the_models_tokenizer(data: DataConfig, tmp_path: Path) -> None:
 STOP_HERE = """
     import os, signal, sys
     from stack.config.schema_data import DataConfig
-    from stack.data import prepare
-    from stack.data.store import StoreWriter
+    from stack.data import build, prepare, shards
 
     path, store, moment = sys.argv[1:]
+    build.LEAST_UNIT = 600
     def die(*_, **__):
         os.kill(os.getpid(), signal.SIGKILL)
-    count = 0
-    def append(self, ids, real=StoreWriter.append):
-        global count
-        count += 1
-        die() if count == 15 else real(self, ids)
+    def on_call(number, real):
+        calls = iter(range(1, number))
+        return lambda *args, **named: real(*args, **named) if next(calls, None) else die()
     if moment == "tokens":
-        StoreWriter.append = append
+        shards.ShardWriter.append = on_call(30, shards.ShardWriter.append)
+    elif moment == "shard":
+        os.replace = on_call(9, os.replace)  # plan, three of the first shard, three of the second: amid the third
     elif moment == "index":
-        StoreWriter.finish = die
+        build.join_shards = die
+    elif moment == "units":
+        build.shutil.rmtree = die
     else:
-        prepare._publish = die
+        build._publish = die
     data = DataConfig(source="text", path=path, store=store, train_tokenizer=True, vocab_size=300)
     prepare.ensure_store(data, tokenizer_path=None, model_vocab=None, seed=1)
 """
 
 
-@pytest.mark.parametrize("moment", ["tokens", "index", "rename"])
-def test_killed_and_started_again(data: DataConfig, moment: str) -> None:
-    """kill -9 between tokens, before the index and before the rename: then the same store as without it, and
-    no rest."""
+@pytest.mark.parametrize("moment", ["tokens", "shard", "index", "units", "rename"])
+def test_killed_and_started_again(data: DataConfig, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """kill -9 between tokens, amid the files of a shard, before the index, behind it, and before the rename: what is
+    complete is not made again, the store is that of an unbroken run, and nothing is left beside it."""
+    monkeypatch.setattr(build, "LEAST_UNIT", 600)
     command = [sys.executable, "-c", textwrap.dedent(STOP_HERE), str(data.path), data.store, moment]
     stopped = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=120)
     assert stopped.returncode == -9, stopped.stderr
-    left = [path.name for path in Path(data.store).iterdir() if path.is_dir()]
-    assert len(left) == 1 and ".partial-" in left[0]
-    said: list[str] = []
-    folder = ensure_store(data, tokenizer_path=None, model_vocab=None, seed=1, say=said.append)
-    assert any("left by a process that was stopped" in line for line in said)
+    (left,) = [path for path in Path(data.store).iterdir() if path.is_dir()]
+    assert left.suffix == ".partial"
+    finished = {path: path.stat().st_mtime_ns for path in left.glob("shards/*.bin")}
+    assert len(finished) == {"tokens": 2, "shard": 3}.get(moment, 5)
+    folder = prepare(data).folder
+    again = {path.name: path.stat().st_mtime_ns for path in folder.glob("shards/*")}
+    assert len(again) == 5
+    whole = {"shard": 2}.get(moment, len(finished))  # a shard counts when its record is there
+    assert sum(again[path.name] == time for path, time in finished.items()) == whole
     assert [path for path in Path(data.store).iterdir() if path.is_dir()] == [folder]
     unbroken = prepare(replace(data, store=f"{data.store}-unbroken"))
     assert contents(unbroken.folder) == contents(folder) and unbroken.folder.name == folder.name
+
+
+def test_workers_and_machines_make_the_same_store(data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "LEAST_UNIT", 600)
+    alone = prepare(data)
+    assert len(alone.info.shards) == 5
+    by_workers = prepare(replace(data, store=f"{data.store}-workers", prepare_workers=2))
+    assert contents(by_workers.folder) == contents(alone.folder)
+    shared = replace(data, store=f"{data.store}-machines")
+    settings: dict = {"tokenizer_path": None, "model_vocab": None, "seed": 1, "say": lambda _: None}
+    prepare_task(shared, ArrayTask(2, 3), **settings)
+    with pytest.raises(DataError, match=r"4 of 5 shards are missing, the first is 0.*0 modulo N"):
+        merge_tasks(shared, **settings)
+    for index in (0, 1, 1):  # in any order, and once more than needed
+        prepare_task(shared, ArrayTask(index, 3), **settings)
+    (merged,) = merge_tasks(shared, **settings)
+    assert contents(merged) == contents(alone.folder)
+    assert merge_tasks(shared, **settings) == [merged]
+
+
+def test_a_fault_in_a_worker_is_the_users_error(data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a worker that is killed; what the others finished stays."""
+    monkeypatch.setattr(build, "LEAST_UNIT", 600)
+    train_tokenizer([Path(__file__).read_text()], 280).save_pretrained(Path(data.store) / "t")
+    (Path(str(data.path)) / "99.txt").write_bytes(b"\xac")
+    own: dict = {"tokenizer_path": f"{data.store}/t", "model_vocab": None, "seed": 1, "say": lambda _: None}
+    given = replace(data, train_tokenizer=False, prepare_workers=1)
+    with pytest.raises(DataError, match=r"99\.txt, line 1, byte 0: 0xAC is not UTF-8"):
+        ensure_store(given, **own)
+    (partial,) = Path(data.store).glob("*.partial")
+    assert len(list(partial.glob("units/*.json"))) == 5, "the plan, and the four units before the bad one"
+    monkeypatch.setattr(workers, "_serve", _serve_and_die)
+    skipping = replace(given, bad_text="skip")
+    with pytest.raises(DataError, match=r"ended with code -9.*lower data\.prepare_workers"):
+        ensure_store(skipping, **own)
+
+
+def _serve_and_die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("asked", "mebibytes", "expected"),
+    [(None, 10, 0), (0, 1000, 0), (3, 10, 3), (30, 10, 9), (None, 1000, 2), (None, 0, 2)],
+)
+def test_number_of_workers(
+    asked: int | None, mebibytes: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    assert workers.choose_workers(asked, mebibytes << 20, num_units=9) == expected
 
 
 def test_a_second_process_waits_and_takes_the_firsts_work(data: DataConfig) -> None:
@@ -201,35 +283,76 @@ def test_a_store_that_another_process_published_meanwhile(
     expected = contents(first)
     hidden = first.rename(first.with_name("hidden"))
 
-    def publish(
-        partial: Path, folder: Path, real: Callable[[Path, Path], None] = prepare_module._publish
-    ) -> None:
+    def publish(partial: Path, folder: Path, real: Callable[[Path, Path], None] = build._publish) -> None:
         hidden.rename(folder)
         real(partial, folder)
 
     def refuse(*_: object) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(prepare_module, "_publish", publish)
+    monkeypatch.setattr(build, "_publish", publish)
     monkeypatch.setattr(fcntl, "flock", refuse)
     assert contents(prepare(data).folder) == expected
     assert [path for path in Path(data.store).iterdir() if path.is_dir()] == [first]
 
 
-def test_failures_leave_nothing(data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    (Path(str(data.path)) / "99.txt").write_bytes(b"\xac")
-    with pytest.raises(DataError, match="not UTF-8"):
-        prepare(data)
+def test_a_full_disk_is_said_and_the_same_command_goes_on(
+    data: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "LEAST_UNIT", 600)
+    real, calls = ShardWriter.commit, iter(range(2))
 
-    def full(self: StoreWriter, ids: np.ndarray) -> None:
-        raise OSError(28, "No space left on device")
+    def full(self: ShardWriter, **fields: object) -> object:
+        if next(calls, None) is None:
+            raise OSError(28, "No space left on device", str(self.folder / "shards"))
+        return real(self, **fields)
 
     with monkeypatch.context() as patch:
-        patch.setattr(StoreWriter, "append", full)
-        with pytest.raises(DataError, match=r"No space left on device.*free some space"):
-            prepare(replace(data, bad_text="skip"))
+        patch.setattr(ShardWriter, "commit", full)
+        with pytest.raises(
+            DataError, match=r"shards: No space left on device.*free some space.*what is complete stays"
+        ):
+            prepare(data)
+    (partial,) = [path for path in Path(data.store).iterdir() if path.is_dir()]
+    assert not list(partial.rglob("*.part")), "nothing half-written is left by a process that could clean up"
+    said: list[str] = []
+    folder = ensure_store(data, tokenizer_path=None, model_vocab=None, seed=1, say=said.append)
+    assert any("2 of 5 shards are there already" in line for line in said)
+    assert contents(folder) == contents(prepare(replace(data, store=f"{data.store}-unbroken")).folder)
+
+
+def test_files_that_change_while_they_are_read(data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = build.make_shards
+
+    def make_and_change(*args: Any) -> None:
+        real(*args)
+        (Path(str(data.path)) / "03.txt").write_text("changed meanwhile")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "make_shards", make_and_change)
+        with pytest.raises(DataError, match="files changed while they were read"):
+            prepare(data)
     assert [path for path in Path(data.store).iterdir() if path.is_dir()] == []
-    assert prepare(replace(data, bad_text="skip")).info.dropped["not UTF-8"]["count"] == 1
+    said: list[str] = []
+    Path(data.store, "text-other.partial").mkdir()
+    ensure_store(data, tokenizer_path=None, model_vocab=None, seed=1, say=said.append)
+    assert any("text-other.partial" in line for line in said)
+
+
+def test_each_part_of_a_mixture_has_a_store(data: DataConfig) -> None:
+    tokenizer = prepare(data).trained_tokenizer
+    mixture = [
+        MixturePart(name="own", weight=3),
+        MixturePart(name="drawn", source="random", weight=1),
+    ]
+    mixed = replace(data, train_tokenizer=False, mixture=mixture)
+    assert [part.path for part in mixture_parts(mixed)] == [data.path, None]
+    assert mixture_parts(data) == [data]
+    settings: dict = {"tokenizer_path": tokenizer, "model_vocab": 300, "seed": 1, "say": lambda _: None}
+    first, second = ensure_stores(mixed, **settings)
+    assert first.name.startswith("text-") and second.name.startswith("random-")
+    other = replace(mixed, mixture=[replace(mixture[0], weight=1)])
+    assert ensure_stores(other, **settings) == [first], "a store serves many mixtures"
 
 
 def test_no_text_at_all(data: DataConfig) -> None:
@@ -237,26 +360,7 @@ def test_no_text_at_all(data: DataConfig) -> None:
         prepare(replace(data, path=str(Path(str(data.path)) / "blank.txt")))
 
 
-def test_a_damaged_store_is_named(data: DataConfig) -> None:
-    store = prepare(data)
-    (store.folder / "tokens.bin").write_bytes(b"\0" * 10)
-    with pytest.raises(DataError, match=r"tokens\.bin has 10 bytes.*delete the folder"):
-        TokenStore(store.folder)
-    (store.folder / INFO).unlink()
-    with pytest.raises(DataError, match="no whole token store"):
-        TokenStore(store.folder)
-
-
 def test_control_tokens_in_the_text_are_said(data: DataConfig) -> None:
     (Path(str(data.path)) / "00.txt").write_text(f"one {END_OF_TEXT} two {END_OF_TEXT}")
     store = prepare(data)
     assert "2 control tokens are spelled out in the text" in describe(store)
-
-
-def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
-    writer = StoreWriter(tmp_path, num_ids=10)
-    writer.append(np.array([0, 9]))
-    for bad in ([10], [-1]):
-        with pytest.raises(DataError, match="expected 0 to 9"):
-            writer.append(np.array(bad))
-    writer.close()

@@ -12,7 +12,7 @@ from typing import Literal
 import pytest
 
 from stack.config.schema_data import DataConfig
-from stack.data.sources import SOURCES, SourceRequest, Tally
+from stack.data.sources import SOURCES, SourceRequest, Tally, all_documents
 from stack.data.sources import text as text_module
 from stack.errors import ConfigError, DataError
 
@@ -26,7 +26,7 @@ def read(
     """Place -> text, reason -> count of what was left out, and the whole tally."""
     data = DataConfig(source=source, path=str(path), bad_text=policy, **fields)  # pyright: ignore[reportArgumentType]
     tally = Tally(policy)
-    documents = SOURCES[source](SourceRequest(data, 100, 1)).documents(tally)
+    documents = all_documents(SOURCES[source](SourceRequest(data, 100, 1)), tally)
     found = {document.place: "".join(str(block) for block in document.blocks()) for document in documents}
     return found, {reason: entry.count for reason, entry in tally.dropped.items()}, tally
 

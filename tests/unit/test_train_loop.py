@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any, cast
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from stack.checkpoint.state import TrainState
 from stack.dist.topology import Topology
 from stack.errors import NonFiniteError
+from stack.parallel.shard_batch import shard_batch
 from stack.train.hooks import CheckpointHook, EvaluationHook
 from stack.train.loop import Job, train, train_step
 from stack.train.metrics import Meter
@@ -69,10 +71,10 @@ LAYOUTS = {
 
 
 def split_step(topology: Topology, windows: list[list[list[Any]]]) -> tuple[float, Any]:
-    window = [
+    whole = [
         batch_of(*(EMPTY if i == "empty" else SAMPLES[i] for i in rows)) for rows in windows[topology.rank]
     ]
-    job = make_job(topology, [window])
+    job = make_job(topology, [[shard_batch(batch, topology.sp, topology.sp_rank) for batch in whole]])
     step = train_step(job, TrainState())
     assert step is not None
     return float(job.engine.weight), step
@@ -91,6 +93,19 @@ def test_loss_weight_and_counts_do_not_depend_on_the_split(name: str) -> None:
         assert step.loss == pytest.approx(expected_loss, rel=1e-6)
         assert step.grad_norm == pytest.approx(abs(gradient), rel=1e-9)
         assert weight == pytest.approx(1 - 0.1 * gradient, rel=1e-9)
+
+
+def test_the_wait_for_rows_is_in_the_record_and_part_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make_job(one_rank(), [[batch_of(SAMPLES[0])]])
+    plain = job.loader.next_step
+
+    def slowly() -> Any:
+        time.sleep(0.05)
+        return plain()
+
+    monkeypatch.setattr(job.loader, "next_step", slowly)
+    record = run(job, 1)[0]
+    assert 0.05 <= record["data_wait_s"] <= record["data_s"] + 1e-3 and record["data_s"] <= record["step_s"]
 
 
 def test_targets_are_counted_before_the_first_forward() -> None:

@@ -13,6 +13,7 @@ from stack.checkpoint.state import TrainState
 from stack.config.schema_data import DataConfig
 from stack.data.loader import Loader
 from stack.dist.topology import Topology
+from stack.parallel.shard_batch import shard_batch
 from stack.train.evaluate import evaluate
 from stack.train.hooks import CheckpointHook, EvaluationHook
 from stack.train.metrics import (
@@ -39,16 +40,20 @@ LENGTHS = [
 ]  # with rows of 6: pieces of one token at row ends, at row starts, and a document of one
 
 
-@pytest.mark.parametrize("packing", ["concat", "document"])
-@pytest.mark.parametrize("sp", [1, 2])
+@pytest.mark.parametrize("packing", ["concat", "best_fit", "document"])
+@pytest.mark.parametrize("sp", [1, 2, 4])
 def test_all_tokens_and_targets_of_an_epoch_are_counted_once(tmp_path: Path, packing: Any, sp: int) -> None:
     store = counting_store(tmp_path / "store", LENGTHS)
     data = DataConfig(packing=packing, seq_len=6, eval_fraction=0.0, micro_batch=2)
 
     def read(topology: Topology) -> tuple[int, int, int, float]:
-        loader = Loader(
-            store, data, dp=topology.dp, dp_rank=topology.dp_rank, accumulation=1, seed=1, epochs=1
-        )
+        place: Any = {
+            "dp": topology.dp,
+            "dp_rank": topology.dp_rank,
+            "sp": topology.sp,
+            "sp_rank": topology.sp_rank,
+        }
+        loader = Loader(store, data, **place, accumulation=1, seed=1, epochs=1)
         flops = FlopCounter(
             model=lambda lengths: float(sum(lengths)), hardware=lambda lengths: len(lengths), peak_tflops=1
         )
@@ -68,6 +73,15 @@ def test_all_tokens_and_targets_of_an_epoch_are_counted_once(tmp_path: Path, pac
     assert [result[:2] for result in results] == [(tokens, targets)] * 4
     assert [result[3] for result in results] == [float(tokens)] * 4
     assert len({result[2] for result in results}) == 1
+
+
+@pytest.mark.parametrize("sp", [1, 2])
+def test_the_longest_wait_for_rows_is_told_on_every_rank(sp: int) -> None:
+    def count(topology: Topology) -> float:
+        wait_s = [0.5, 0.25, 3.5, 0.0][topology.rank]
+        return count_step(FakeMethod(), [batch_of([1, 2])], topology, wait_s=wait_s).data_wait_s
+
+    assert on_threads(4, count, sp) == [3.5] * 4
 
 
 def test_padding_is_no_document() -> None:
@@ -164,7 +178,8 @@ def test_held_out_loss_is_the_mean_over_targets_for_any_split(world: int, sp: in
 
     def work(topology: Topology) -> tuple[dict[str, Any], float]:
         engine = FakeEngine(topology)
-        rows = [batch_of(*rows) for rows in split[topology.rank]]
+        whole = [batch_of(*rows) for rows in split[topology.rank]]
+        rows = [shard_batch(batch, topology.sp, topology.sp_rank) for batch in whole]
         return evaluate(engine, FakeMethod(), rows, topology) or {}, float(engine.weight)
 
     for numbers, weight in on_threads(world, work, sp):

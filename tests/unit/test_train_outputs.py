@@ -133,7 +133,8 @@ def show(capsys: pytest.CaptureFixture[str], hook: ConsoleHook, *records: dict[s
 
 
 def test_progress_line_has_loss_speed_time_left_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    record = record_of(1, clipped=True, mfu=0.345, memory_allocated_peak_gib=70.25, eval_loss=3.5)
+    times = {"data_wait_s": 0.01, "step_s": 2.0}
+    record = record_of(1, **times, clipped=True, mfu=0.345, memory_allocated_peak_gib=70.25, eval_loss=3.5)
     (line,) = show(capsys, ConsoleHook(1, 10), record)
     for part in (
         "step 1/10",
@@ -141,6 +142,7 @@ def test_progress_line_has_loss_speed_time_left_and_memory(capsys: pytest.Captur
         "grad 1.5 (clipped)",
         "lr 1.00e-03",
         "tokens/s 1,234 (617 a rank)",
+        "data wait 0.5%",
         "MFU 34.5%",
         "device 70.2 GiB",
         "host 0.50 GiB",
@@ -198,13 +200,20 @@ def test_summary_names_places_counts_and_what_to_try() -> None:
     final = record_of(
         9, eval_loss=0.5, eval_perplexity=1.65, eval_targets=300, skipped_steps=2, small_steps=1
     )
+    waits = record_of(8, data_wait_s=0.25, step_s=3.0), final | {"data_wait_s": 0.0, "step_s": 2.0}
+    final = waits[1] | {"tokens_total/books": 700, "tokens_total/code": 200}
     places = {"run folder": Path("runs/a"), "curve": Path("runs/a/curve.png"), "model": Path("runs/a/hf")}
     text = summarize([record_of(1), final], places, 9, wandb_offline=True)
+    assert "5.00% of the steps' time was waiting for rows" in summarize(
+        [*waits], places, 9, wandb_offline=True
+    )
     for part in (
         "complete",
         "4.0000 at the first step, 2.2222 over the last 2 of 9 steps",
         "held-out loss 0.5000, perplexity 1.65, 300 tokens",
         "900 read, 810 predicted",
+        "0.00% of the steps' time was waiting for rows",
+        "700 from books, 200 from code",
         "2 skipped for NaN or inf, 1 of an incomplete last window",
         "runs/a/curve.png",
         "from_pretrained('runs/a/hf')",

@@ -3,9 +3,9 @@ left out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -14,16 +14,51 @@ from stack.errors import DataError
 
 
 @dataclass(frozen=True)
+class Unit:
+    """A stretch of a source that is prepared by itself, into one shard: where it stops depends on the source alone."""
+
+    first: int
+    """Number of its first item: a file, a shard of a dataset, or what else the source counts."""
+
+    last: int
+    """Number behind its last item."""
+
+    size: int
+    """How much work it is, in bytes of the source or whatever else all its units share; for progress."""
+
+    begin: int = 0
+    """Where it begins in its first item, in bytes, rows or documents; not 0 only for a part of one large item."""
+
+    end: int | None = None
+    """Where it ends in this item; None: at its end."""
+
+    line: int = 1
+    """Number of the line at `begin`, for files of lines."""
+
+
+@dataclass(frozen=True)
 class Document:
-    """One document. `blocks` can be read more than once, and never holds more than a block where the format
-    allows."""
+    """One document, or a unit's part of one. `blocks` can be read more than once, and never holds more than a block
+    where the format allows."""
 
     place: str
     """Where it stands, relative to the source's root: the same on every machine. Its hash decides train or
     eval part."""
 
     blocks: Callable[[], Iterator[str]] | Callable[[], Iterator[np.ndarray]]
-    """Text cut anywhere, or arrays of ids for a source that needs no tokenizer."""
+    """Text cut anywhere, or arrays of ids for a source that needs no tokenizer; nothing if there is a `record`."""
+
+    record: dict[str, Any] | None = None
+    """The whole record, for `data.format` other than text."""
+
+    where: str = ""
+    """Where the record stands, for people: file and line."""
+
+    num_bytes: int = 0
+    """Size of the record in the source, if known; for the count of what is left out."""
+
+    goes_on: bool = False
+    """Whether the next unit has more of it."""
 
 
 @dataclass
@@ -43,11 +78,16 @@ class Tally:
     policy: Literal["stop", "skip"] = "stop"
     dropped: dict[str, Dropped] = field(default_factory=dict)
 
-    def drop(self, reason: str, where: str, num_bytes: int) -> None:
-        """Count a document without content: no fault, whatever the policy."""
+    def drop(self, reason: str, where: str, num_bytes: int, count: int = 1) -> None:
+        """Count documents without content: no fault, whatever the policy."""
         entry = self.dropped.setdefault(reason, Dropped(first=where))
-        entry.count += 1
+        entry.count += count
         entry.num_bytes += num_bytes
+
+    def add(self, dropped: dict[str, Any]) -> None:
+        """Count what a later stretch of the source left out, from its `dropped` as JSON."""
+        for reason, entry in dropped.items():
+            self.drop(reason, entry["first"], entry["num_bytes"], entry["count"])
 
     def fault(self, reason: str, where: str, num_bytes: int, detail: str) -> None:
         """A document that cannot be read: raise DataError, or count it under `data.bad_text=skip`."""
@@ -69,8 +109,8 @@ class SourceRequest:
 
 
 class Source(Protocol):
-    """Documents of one kind. The constructor finds the files and raises ConfigError or DataError if there are
-    none."""
+    """Documents of one kind; picklable, so that worker processes can have it. The constructor finds the files and raises
+    ConfigError or DataError if there are none."""
 
     @property
     def num_ids(self) -> int | None:
@@ -79,7 +119,7 @@ class Source(Protocol):
 
     @property
     def total_bytes(self) -> int:
-        """Size of its files, for progress; 0 if unknown."""
+        """Size of its files as they lie on the disk; 0 if unknown."""
         ...
 
     def identity(self) -> object:
@@ -87,6 +127,28 @@ class Source(Protocol):
         text."""
         ...
 
-    def documents(self, tally: Tally) -> Iterator[Document]:
-        """The documents in a fixed order. Blank and unreadable ones go to `tally`."""
+    def units(self, size: int, divisible: bool, tally: Tally) -> list[Unit]:
+        """The source cut into units of about `size` bytes, in order: the same cuts on every machine and for any number of
+        workers. divisible: whether a document of text may be cut at places of `chunks.SAFE_CUT`. What can only be
+        judged as a whole, such as a document in several units, goes to `tally` here."""
         ...
+
+    def documents(self, unit: Unit, tally: Tally) -> Iterator[Document]:
+        """The documents of a unit in a fixed order. Blank and unreadable ones go to `tally`."""
+        ...
+
+
+def group_items(sizes: Sequence[int], size: int, first: int = 0) -> Iterator[Unit]:
+    """Units of whole items, one after the other until `size` is reached."""
+    begin, held = 0, 0
+    for number, item in enumerate(sizes):
+        held += item
+        if held >= size or number == len(sizes) - 1:
+            yield Unit(first + begin, first + number + 1, held)
+            begin, held = number + 1, 0
+
+
+def all_documents(source: Source, tally: Tally) -> Iterator[Document]:
+    """Every document of a source, each in one piece."""
+    for unit in source.units(1 << 62, False, tally):
+        yield from source.documents(unit, tally)

@@ -1,20 +1,29 @@
-"""JSON Lines, plain or gzip: one object a line, one document an object, the text in one field. Other fields
-are ignored, whatever they hold. Memory is bounded by the longest line."""
+"""JSON Lines, plain, gzip or zstd: one object a line, one document an object, the text in one field. Other fields
+are ignored, whatever they hold. Memory is bounded by the longest line.
+
+A plain file larger than a unit is looked through for line ends when the units are made, at the speed of the disk, and
+goes to several units. A compressed one cannot be entered in its midst and is one unit.
+"""
 
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import zlib
 from collections.abc import Iterator
-from functools import partial
-from io import BufferedReader
 from pathlib import Path
+from typing import IO, Any
 
-from stack.data.sources.base import Document, SourceRequest, Tally
+import zstandard
+
+from stack.data.sources.base import Document, SourceRequest, Tally, Unit, group_items
 from stack.data.sources.files import find_files, identify_files
+from stack.data.sources.records import RecordReader
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+COMPRESSED = (".gz", ".zst")
+BLOCK_BYTES = 1 << 20
 
 
 class JsonLinesSource:
@@ -23,75 +32,132 @@ class JsonLinesSource:
     num_ids = None
 
     def __init__(self, request: SourceRequest):
-        self.field = request.data.text_field
-        self.files = find_files(request.data.path, "JSON Lines", (".jsonl", ".jsonl.gz"))
-        packed = any(file.path.suffix == ".gz" for file in self.files)
-        self.total_bytes = 0 if packed else sum(file.path.stat().st_size for file in self.files)
+        self.reader = RecordReader(request.data)
+        self.files = find_files(
+            request.data.path, "JSON Lines", (".jsonl", *(f".jsonl{packed}" for packed in COMPRESSED))
+        )
+        self.sizes = [file.path.stat().st_size for file in self.files]
+        self.total_bytes = sum(self.sizes)
 
     def identity(self) -> object:
-        return ["jsonl", self.field, identify_files(self.files)]
+        return ["jsonl", self.reader.identity, identify_files(self.files)]
 
-    def documents(self, tally: Tally) -> Iterator[Document]:
-        for file in self.files:
-            for number, line in _read_lines(file.path, tally):
-                text = self._read_text(line, f"{file.path}, line {number}", tally)
-                if text is not None:
-                    yield Document(f"{file.place}:{number}", partial(_one_block, text))
+    def units(self, size: int, divisible: bool, tally: Tally) -> list[Unit]:
+        units: list[Unit] = []
+        start = 0
+        large = [
+            number
+            for number, file in enumerate(self.files)
+            if self.sizes[number] > size and file.path.suffix not in COMPRESSED
+        ]
+        for number in [*large, len(self.files)]:
+            units += group_items(self.sizes[start:number], size, start)
+            start = number + 1
+            if number < len(self.files):
+                units += self._divide(number, size, tally)
+        return units
 
-    def _read_text(self, line: bytes, where: str, tally: Tally) -> str | None:
-        """The text of one line, or None if it was counted in `tally`."""
-        size = len(line)
-        if not line.strip():
-            return tally.drop("blank line", where, size)
-        cut = "" if line.endswith(b"\n") else "; the line has no end, the file may be cut off"
+    def documents(self, unit: Unit, tally: Tally) -> Iterator[Document]:
+        for file in self.files[unit.first : unit.last]:
+            for number, line in _read_lines(file.path, unit, tally):
+                record = _parse(line, where := f"{file.path}, line {number}", tally)
+                if record is not None:
+                    place = f"{file.place}:{number}"
+                    document = self.reader.document(record, place, where, len(line), tally)
+                    if document is not None:
+                        yield document
+
+    def _divide(self, number: int, size: int, tally: Tally) -> list[Unit]:
+        """Units of one large file, cut at line ends."""
+        path, cuts = self.files[number].path, [(0, 1)]
+        offset, line = 0, 1
         try:
-            record = json.loads(line.decode())  # not json.loads(bytes), which guesses the encoding
-        except UnicodeDecodeError as error:
-            return tally.fault(
-                "not UTF-8", where, size, f"0x{line[error.start]:02X} is not UTF-8 ({error.reason})"
-            )
-        except (json.JSONDecodeError, RecursionError) as error:
-            return tally.fault("not JSON", where, size, f"not JSON ({error}){cut}")
-        if not isinstance(record, dict) or self.field not in record:
-            found = (
-                f"an object with {', '.join(record)}" if isinstance(record, dict) else type(record).__name__
-            )
-            return tally.fault(
-                "no text field", where, size, f"no field {self.field!r} (data.text_field) but {found:.200}"
-            )
-        text = record[self.field]
-        if not isinstance(text, str):
-            return tally.fault(
-                "text field is no string", where, size, f"field {self.field!r} is {type(text).__name__}"
-            )
-        if not text or text.isspace():
-            return tally.drop("blank", where, size)
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, which is no character
-            code = ord(text[error.start])
-            return tally.fault(
-                "not Unicode", where, size, f"U+{code:04X} at character {error.start} is half a pair"
-            )
-        return text
+            with path.open("rb") as file:
+                while block := file.read(BLOCK_BYTES):
+                    if offset >= cuts[-1][0] + size and (at := block.find(b"\n") + 1):
+                        cuts.append((offset + at, line + 1))
+                    offset, line = offset + len(block), line + block.count(b"\n")
+        except OSError as error:
+            tally.fault("unreadable", str(path), self.sizes[number], f"cannot be read ({error.strerror})")
+            return []
+        ends = [*(begin for begin, _ in cuts[1:]), offset]
+        return [
+            Unit(number, number + 1, end - begin, begin, end, first_line)
+            for (begin, first_line), end in zip(cuts, ends, strict=True)
+            if end > begin
+        ]
 
 
-def _read_lines(path: Path, tally: Tally) -> Iterator[tuple[int, bytes]]:
-    """Lines with their number from 1, cut at line feeds only. A file that breaks off is one fault."""
-    number = 0
+def _parse(line: bytes, where: str, tally: Tally) -> object | None:
+    """What a line spells, None if it was counted in `tally`."""
+    size = len(line)
+    if not line.strip():
+        return tally.drop("blank line", where, size)
+    cut = "" if line.endswith(b"\n") else "; the line has no end, the file may be cut off"
+    try:
+        record = json.loads(line.decode())  # not json.loads(bytes), which guesses the encoding
+    except UnicodeDecodeError as error:
+        byte = line[error.start]
+        return tally.fault("not UTF-8", where, size, f"0x{byte:02X} is not UTF-8 ({error.reason})")
+    except (json.JSONDecodeError, RecursionError) as error:
+        return tally.fault("not JSON", where, size, f"not JSON ({error}){cut}")
+    return tally.fault("no record", where, size, "null in place of an object") if record is None else record
+
+
+def _read_lines(path: Path, unit: Unit, tally: Tally) -> Iterator[tuple[int, bytes]]:
+    """Lines of a file, or of a unit's part of it, with their number from 1, cut at line feeds only. A file that breaks
+    off is one fault."""
+    number, left = unit.line - 1, None if unit.end is None else unit.end - unit.begin
     try:
         with _open(path) as file:
-            for number, line in enumerate(file, start=1):
+            if unit.begin:
+                file.seek(unit.begin)
+            for number, line in enumerate(file, start=unit.line):
                 yield number, line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
-    except (OSError, EOFError, zlib.error) as error:
+                if left is not None:
+                    left -= len(line)
+                    if left <= 0:
+                        return
+    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         where = f"{path}, after line {number}"
         tally.fault("unreadable", where, 0, f"the rest of the file cannot be read ({reason})")
 
 
-def _open(path: Path) -> gzip.GzipFile | BufferedReader:
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
+def _open(path: Path) -> IO[bytes] | gzip.GzipFile:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rb")
+    return io.BufferedReader(_ZstdFile(path), BLOCK_BYTES) if path.suffix == ".zst" else path.open("rb")
 
 
-def _one_block(text: str) -> Iterator[str]:
-    yield text
+class _ZstdFile(io.RawIOBase):
+    """A file of zstd frames, unpacked. The library's own reader takes a file that breaks off for one that ends."""
+
+    def __init__(self, path: Path):
+        self._file = path.open("rb")
+        self._frame = zstandard.ZstdDecompressor().decompressobj()
+        self._packed = b""
+        self._open, self._ready = False, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            self._packed = self._packed or self._file.read(BLOCK_BYTES // 4)
+            if not self._packed:
+                if self._open:
+                    raise EOFError("the zstd frame breaks off")
+                return 0
+            self._open = True
+            self._ready, self._packed = memoryview(self._frame.decompress(self._packed)), b""
+            if self._frame.eof:
+                self._packed, self._open = self._frame.unused_data, False
+                self._frame = zstandard.ZstdDecompressor().decompressobj()
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()

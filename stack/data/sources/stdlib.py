@@ -8,20 +8,18 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from stack.data.sources.base import Document, SourceRequest, Tally
-from stack.data.sources.files import SourceFile, find_files, identify_files
-from stack.data.sources.text import text_documents
+from stack.data.sources.base import Document, SourceRequest, Tally, Unit
+from stack.data.sources.files import find_files, identify_files
+from stack.data.sources.text import TextFiles
 from stack.errors import DataError
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 """Installed packages differ by machine; test folders hold files in other encodings on purpose."""
 
 
-class StandardLibrarySource:
+class StandardLibrarySource(TextFiles):
     """`data.source=stdlib`. A file that is not UTF-8 is left out and counted, since the user cannot mend
     it."""
-
-    num_ids = None
 
     def __init__(self, request: SourceRequest):
         del request  # one library, no settings
@@ -31,14 +29,11 @@ class StandardLibrarySource:
         except DataError as error:
             fix = "data=text data.path=<folder with text>"
             raise DataError(f"no Python files of the standard library in {folder}. Fix: {fix}") from error
-        self.files: list[SourceFile] = [
-            file for file in found if not SKIPPED_FOLDERS & set(file.place.split("/")[:-1])
-        ]
-        self.total_bytes = sum(file.path.stat().st_size for file in self.files)
+        super().__init__([one for one in found if not SKIPPED_FOLDERS & set(one.place.split("/")[:-1])])
 
     def identity(self) -> object:
         return ["stdlib", platform.python_version(), identify_files(self.files)]
 
-    def documents(self, tally: Tally) -> Iterator[Document]:
+    def documents(self, unit: Unit, tally: Tally) -> Iterator[Document]:
         lenient = Tally("skip", tally.dropped)
-        return text_documents(self.files, lenient)
+        return super().documents(unit, lenient)

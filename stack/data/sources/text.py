@@ -2,36 +2,79 @@
 
 Text is UTF-8 and is not changed: no normalisation, no newline translation. A file is read twice, in blocks:
 once to see that all of it is text, so that a document is taken whole or not at all, and once for its content.
+A file larger than a unit is seen through when the units are made, and goes to several of them, cut where the ids of
+the parts, joined, are those of the whole.
 """
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from stack.data.sources.base import Document, SourceRequest, Tally
+from stack.data.chunks import SAFE_CUT
+from stack.data.sources.base import Document, SourceRequest, Tally, Unit, group_items
 from stack.data.sources.files import SourceFile, find_files, identify_files
 from stack.errors import DataError
 
 BLOCK_BYTES = 1 << 20
 
 
-class TextSource:
-    """`data.source=text data.path=...`"""
+class TextFiles:
+    """One document a file; the base of the sources of text files."""
 
     num_ids = None
 
+    def __init__(self, files: list[SourceFile]):
+        self.files = files
+        self.sizes = [file.path.stat().st_size for file in files]
+        self.total_bytes = sum(self.sizes)
+
+    def units(self, size: int, divisible: bool, tally: Tally) -> list[Unit]:
+        units: list[Unit] = []
+        start = 0
+        large = [n for n, own in enumerate(self.sizes) if own > size] if divisible else []
+        for number in [*large, len(self.files)]:
+            units += group_items(self.sizes[start:number], size, start)
+            start = number + 1
+            if number < len(self.files):
+                units += self._divide(number, size, tally)
+        return units
+
+    def documents(self, unit: Unit, tally: Tally) -> Iterator[Document]:
+        if unit.end is None:
+            return text_documents(self.files[unit.first : unit.last], tally)
+        file = self.files[unit.first]
+        blocks = partial(_read_again, file.path, unit.begin, unit.end)
+        return iter([Document(file.place, blocks, goes_on=unit.end < self.sizes[unit.first])])
+
+    def _divide(self, number: int, size: int, tally: Tally) -> list[Unit]:
+        """Units of one large file, if it is good."""
+        path, total = self.files[number].path, self.sizes[number]
+        cuts = [0]
+
+        def note_cuts(offset: int, text: str) -> None:
+            """The first safe place of a block behind each multiple of `size`."""
+            if offset >= cuts[-1] + size and (found := SAFE_CUT.search(text)):
+                cuts.append(offset + len(text[: found.start()].encode()))
+
+        if _is_good(path, total, tally, note_cuts):
+            return [
+                Unit(number, number + 1, end - begin, begin, end)
+                for begin, end in zip(cuts, [*cuts[1:], total], strict=True)
+            ]
+        return []
+
+
+class TextSource(TextFiles):
+    """`data.source=text data.path=...`"""
+
     def __init__(self, request: SourceRequest):
-        self.files = find_files(request.data.path, "text")
-        self.total_bytes = sum(file.path.stat().st_size for file in self.files)
+        super().__init__(find_files(request.data.path, "text"))
 
     def identity(self) -> object:
         return ["text", identify_files(self.files)]
-
-    def documents(self, tally: Tally) -> Iterator[Document]:
-        return text_documents(self.files, tally)
 
 
 class _NotUtf8(Exception):
@@ -44,53 +87,63 @@ class _NotUtf8(Exception):
 def text_documents(files: list[SourceFile], tally: Tally) -> Iterator[Document]:
     """One document a file; files that are blank, unreadable or not UTF-8 go to `tally`."""
     for file in files:
-        size = file.path.stat().st_size
         try:
-            blank = _is_blank(file.path)
-        except _NotUtf8 as bad:
-            where = f"{file.path}, line {_line_at(file.path, bad.offset)}, byte {bad.offset}"
-            tally.fault("not UTF-8", where, size, f"0x{bad.byte:02X} is not UTF-8 ({bad.reason})")
+            size = file.path.stat().st_size
         except OSError as error:
-            tally.fault("unreadable", str(file.path), size, f"cannot be read ({error.strerror})")
-        else:
-            if blank:
-                tally.drop("blank", str(file.path), size)
-            else:
-                yield Document(file.place, partial(_read_again, file.path))
+            tally.fault("unreadable", str(file.path), 0, f"cannot be read ({error.strerror})")
+            continue
+        if _is_good(file.path, size, tally):
+            yield Document(file.place, partial(_read_again, file.path))
 
 
-def _is_blank(path: Path) -> bool:
-    """Whether a file has no text but white space. Reads all of it; raises _NotUtf8."""
+def _is_good(path: Path, size: int, tally: Tally, see: Callable[[int, str], None] = lambda *_: None) -> bool:
+    """Whether a file is a document: readable, UTF-8, with more than white space. Else it goes to `tally`.
+
+    see: shown the whole text, block by block, with the byte offset of each.
+    """
     blank = True
-    for block in _decode_blocks(path):
-        blank = blank and (not block or block.isspace())
-    return blank
-
-
-def _read_again(path: Path) -> Iterator[str]:
     try:
-        yield from _decode_blocks(path)
+        for offset, block in _decode_blocks(path):
+            blank = blank and (not block or block.isspace())
+            see(offset, block)
+    except _NotUtf8 as bad:
+        where = f"{path}, line {_line_at(path, bad.offset)}, byte {bad.offset}"
+        tally.fault("not UTF-8", where, size, f"0x{bad.byte:02X} is not UTF-8 ({bad.reason})")
+        return False
+    except OSError as error:
+        tally.fault("unreadable", str(path), size, f"cannot be read ({error.strerror})")
+        return False
+    if blank:
+        tally.drop("blank", str(path), size)
+    return not blank
+
+
+def _read_again(path: Path, begin: int = 0, end: int | None = None) -> Iterator[str]:
+    try:
+        yield from (block for _, block in _decode_blocks(path, begin, end))
     except _NotUtf8 as bad:
         raise DataError(
             f"{path} changed while it was read (byte {bad.offset}). Fix: start again when it is at rest"
         ) from bad
 
 
-def _decode_blocks(path: Path) -> Iterator[str]:
+def _decode_blocks(path: Path, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, str]]:
+    """Text of the bytes [begin, end), in blocks, each with the offset of its first byte."""
     decoder = codecs.getincrementaldecoder("utf-8")("strict")
-    num_taken = 0
+    taken = begin
     with path.open("rb") as file:
+        file.seek(begin)
         while True:
-            block = file.read(BLOCK_BYTES)
-            num_held = len(decoder.getstate()[0])  # bytes of a character that the end of the last block cut
+            block = file.read(BLOCK_BYTES if end is None else min(BLOCK_BYTES, end - taken))
+            offset = taken - len(decoder.getstate()[0])  # bytes of a character that the last block cut
             try:
-                yield decoder.decode(block, final=not block)
+                text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
-                offset = num_taken - num_held + error.start
-                raise _NotUtf8(offset, error.object[error.start], error.reason) from error
+                raise _NotUtf8(offset + error.start, error.object[error.start], error.reason) from error
+            yield offset, text
             if not block:
                 return
-            num_taken += len(block)
+            taken += len(block)
 
 
 def _line_at(path: Path, offset: int) -> int:

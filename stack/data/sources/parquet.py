@@ -1,0 +1,96 @@
+"""Parquet: one document a row, the text in one column. Other columns are not read, so their types need not agree.
+
+Row groups are what Parquet can enter by itself: a file goes to units of whole ones, and memory is bounded by the
+largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from stack.data.sources.base import Document, SourceRequest, Tally, Unit, group_items
+from stack.data.sources.files import find_files, identify_files
+from stack.data.sources.records import RecordReader
+
+if TYPE_CHECKING:
+    import pyarrow.parquet as pq
+
+BATCH_ROWS = 256
+
+
+class ParquetSource:
+    """`data.source=parquet data.path=... data.text_field=text`"""
+
+    num_ids = None
+
+    def __init__(self, request: SourceRequest):
+        self.reader = RecordReader(request.data)
+        self.files = find_files(request.data.path, "Parquet", (".parquet",))
+        self.total_bytes = sum(file.path.stat().st_size for file in self.files)
+
+    def identity(self) -> object:
+        return ["parquet", self.reader.identity, identify_files(self.files)]
+
+    def units(self, size: int, divisible: bool, tally: Tally) -> list[Unit]:
+        import pyarrow as pa  # 50 MB of memory that only this source needs
+        import pyarrow.parquet as pq
+
+        units = []
+        for number, file in enumerate(self.files):
+            try:
+                with pq.ParquetFile(file.path) as table:
+                    groups = [
+                        table.metadata.row_group(group).total_byte_size
+                        for group in range(table.metadata.num_row_groups)
+                    ]
+            except (OSError, pa.ArrowException) as error:
+                total = file.path.stat().st_size
+                tally.fault("unreadable", str(file.path), total, f"no Parquet file ({_first_line(error)})")
+                continue
+            units += [
+                Unit(number, number + 1, part.size, part.first, part.last)
+                for part in group_items(groups, size)
+            ]
+        return units
+
+    def documents(self, unit: Unit, tally: Tally) -> Iterator[Document]:
+        """Rows are counted from 1 through the file."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        file = self.files[unit.first]
+        row = 0
+        try:
+            with pq.ParquetFile(file.path, memory_map=True) as table:
+                row = sum(table.metadata.row_group(group).num_rows for group in range(unit.begin))
+                groups = range(unit.begin, table.num_row_groups if unit.end is None else unit.end)
+                for record in self._records(table, groups):
+                    row += 1
+                    place, where = f"{file.place}:{row}", f"{file.path}, row {row}"
+                    document = self.reader.document(record, place, where, _size(record), tally)
+                    if document is not None:
+                        yield document
+        except (OSError, pa.ArrowException) as error:
+            where = f"{file.path}, after row {row}"
+            detail = f"the rest of row groups {unit.begin} to {(unit.end or 0) - 1} cannot be read ({_first_line(error)})"
+            tally.fault("unreadable", where, 0, detail)
+
+    def _records(self, table: pq.ParquetFile, groups: range) -> Iterator[dict[str, object]]:
+        known = self.reader.whole or self.reader.field in table.schema_arrow.names
+        columns = [self.reader.field] if known and not self.reader.whole else None
+        if not known:  # every row lacks the field; one small column says how many there are
+            columns = table.schema_arrow.names[:1]
+        for batch in table.iter_batches(BATCH_ROWS, list(groups), columns, use_threads=False):
+            yield from batch.to_pylist()
+
+
+def _size(record: dict[str, object]) -> int:
+    """Bytes of the record's texts."""
+    return sum(
+        len(value.encode(errors="surrogatepass")) for value in record.values() if isinstance(value, str)
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:300]
