@@ -35,11 +35,12 @@ def main() -> None:
 
     with clear_errors():
         from stack.config.compose import from_command_line
-        from stack.dist.env import read_rank_env
+        from stack.dist.env import read_rank_env, use_growing_segments
 
         cfg = from_command_line(sys.argv[1:], lambda: read_rank_env(os.environ).world)
         if cfg is None:
             return
+        use_growing_segments(os.environ)
         from stack.train.run import run
 
         run(cfg)

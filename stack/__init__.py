@@ -2,10 +2,11 @@
 
 The folders in import order; each may import those below it, not its neighbour on the same line:
 
-    train, bench                 one run: composition, the step, hooks, console, W&B; presets measured side by side
+    train, bench, submit         one run: composition, the step, hooks, console, W&B; presets measured side by side; jobs
     checkpoint                   training state on disk, export to Hugging Face format
     engine                       everything DeepSpeed; the one place that scales a loss
-    parallel, methods            what makes a plain model parallel; what is learned from a batch
+    parallel, methods, plan      what makes a plain model parallel; what is learned from a batch; the forecast of a run, which
+                                 imports no torch
     models, data                 plain Hugging Face models; documents to micro-batches
     dist, ops                    ranks, groups, failures; tensor functions without groups
     config                       the schema and manual of all settings, checks, derived numbers

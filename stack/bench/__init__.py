@@ -1,4 +1,5 @@
-"""Memory presets and a baseline side by side on one machine, in one run: what `launch/bench.py` starts.
+"""Memory presets and a baseline side by side on one machine, in one run: what `launch/bench.py` starts; and what counts and
+measures for a forecast.
 
     python launch/bench.py --contenders baseline,alst,lean --lengths 4096,16384,32768
 
@@ -14,7 +15,10 @@ of the machine hits all alike.
     live_bytes.py   bytes of live tensors, on the device and kept on the host
     calls.py        matrix products and attention calls of a step, their FLOPs, and the time each takes by itself
     traffic.py      bytes and seconds of each kind of communication
-    dry_run.py      the same bytes for a machine that is not there: what `launch/dry_run.py` starts
+    exact.py        a forecast by count for a machine that is not there: `launch/plan.py exact=true`
+    step_count.py   two steps counted, on real ranks or fake ones; where.py says which source line made a tensor
+    one_process.py  one process for all ranks, on the device of virtual_device.py with the kernels of fake_kernels.py
+    probe.py        the constants of this machine: `launch/plan.py probe=true`
     measured.py     what comes from the ranks
     fit.py          fixed bytes + bytes a token; seconds a token + seconds a token squared
     summary.py      from measurements to the numbers of the report; report.py puts them on the console, into JSON and PNG

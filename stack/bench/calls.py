@@ -15,13 +15,18 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
-GEMMS = {"mm", "addmm", "bmm", "baddbmm"}
+GEMMS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
 ATTENTION = ("scaled_dot_product", "flash_attention", "flash_attn", "efficient_attention")
 SHORT_S = 0.02
 """Calls below this are repeated until they have taken as long, so that the clock and the first touch do not show."""
+
+NUMBERS = "stack_numbers"
+"""Attribute of a fake tensor: the numbers that it would have, as a tuple, where somebody said them."""
 
 BACKWARD_UNITS = 2.5
 """FLOPs of attention's backward in those of its forward: five products, one of them the scores again, for two."""
@@ -107,10 +112,24 @@ class CallRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = func._schema.name.split("::")[1]
-        if name.rstrip("_") in GEMMS or any(part in name for part in ATTENTION):
+        if is_product(func):
             self.calls[_describe(func, args, kwargs)] += 1
         return func(*args, **kwargs)
+
+
+def is_product(func: Any) -> bool:
+    """Whether it is a matrix product or an attention call."""
+    name = func._schema.name.split("::")[1]
+    return name.rstrip("_") in GEMMS or any(part in name for part in ATTENTION)
+
+
+def count_flops(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[str, float] | None:
+    """(kind, FLOPs) of one call, whose tensors may be fake; None for what is no product."""
+    if not is_product(func):
+        return None
+    with unset_fake_temporarily():  # document boundaries have numbers
+        call = _describe(func, args, kwargs)
+    return call.kind, call.flops
 
 
 def _describe(func: Any, args: Any, kwargs: dict[str, Any]) -> Call:
@@ -127,7 +146,12 @@ def _without_numbers(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     operand = Operand(tuple(value.shape), value.stride(), value.dtype)
-    return operand if value.is_floating_point() else (operand, tuple(value.flatten().tolist()))
+    if value.is_floating_point():
+        return operand
+    if isinstance(value, FakeTensor):
+        numbers = getattr(value, NUMBERS, None)
+        return operand if numbers is None else (operand, numbers)
+    return operand, tuple(value.flatten().tolist())
 
 
 def _with_numbers(call: Call, device: torch.device) -> list[Any]:
@@ -167,6 +191,33 @@ def clock(action: Callable[[], Any], device: torch.device) -> float:
         return seconds
     times = max(1, min(100, math.ceil(SHORT_S / max(seconds, 1e-7))))
     return _run(action, times, device) / times
+
+
+def clock_products(tokens: int, hidden: int, wide: int, dtype: torch.dtype, device: torch.device) -> float:
+    """FLOPs a second of the three matrix products of a weight [wide, hidden]: forward, and its two of backward."""
+    narrow, broad, weight = (
+        torch.randn(shape, device=device).to(dtype)
+        for shape in ((tokens, hidden), (tokens, wide), (wide, hidden))
+    )
+    seconds = clock(lambda: (narrow @ weight.t(), broad @ weight, broad.t() @ narrow), device)
+    return 6.0 * tokens * hidden * wide / seconds
+
+
+def clock_attention(
+    rows: int, heads: int, kv_heads: int, seq: int, dim: int, dtype: torch.dtype, device: torch.device
+) -> tuple[float, float]:
+    """Seconds of causal attention over whole rows, forward and backward."""
+    query, grad = (torch.randn(rows, heads, seq, dim, device=device).to(dtype) for _ in range(2))
+    key, value = (torch.randn(rows, kv_heads, seq, dim, device=device).to(dtype) for _ in range(2))
+    inputs = [part.requires_grad_() for part in (query, key, value)]
+
+    def attend() -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=heads != kv_heads)
+
+    with torch.no_grad():
+        forward_s = clock(attend, device)
+    out = attend()
+    return forward_s, clock(lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True), device)
 
 
 def _run(action: Callable[[], Any], times: int, device: torch.device) -> float:

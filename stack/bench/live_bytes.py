@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from stack.ops.host_store import HostStore
 from stack.ops.offload import OffloadToHost
 
-FRAMES = 8
+FRAMES = 12
 """Callers looked at to tell where a storage is made: its maker, and this file's own functions."""
 
 
@@ -92,6 +92,7 @@ class LiveBytes(TorchDispatchMode):
                 if num_bytes != before:  # resized
                     self._known[key] = (found, num_bytes, on_host)
                     self._add(num_bytes - before, on_host)
+                    self._resized(key, num_bytes - before)
                 continue
             on_host = self._made_for_host() if host is None else host
             gone = weakref.ref(storage, lambda _, key=key: self._forget(key))
@@ -107,6 +108,9 @@ class LiveBytes(TorchDispatchMode):
                 return True
             frame = frame.f_back
         return False
+
+    def _resized(self, key: int, by: int) -> None:
+        """Is told of a storage that changed its size by so many bytes."""
 
     def _forget(self, key: int) -> None:
         _, num_bytes, on_host = self._known.pop(key)

@@ -50,10 +50,9 @@ class Traffic(TorchDispatchMode):
         self.kinds: dict[str, Exchanged] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        space, name = func._schema.name.split("::")
-        if space not in ("c10d", "deepspeed") or "barrier" in name:
+        if (sent := collective(func, args)) is None:
             return func(*args, **(kwargs or {}))
-        kind = next((kind for part, kind in KINDS.items() if part in name), name.strip("_"))
+        kind, num_bytes = sent
         settle(self.device)
         self.all_ready()
         start = time.perf_counter()
@@ -64,9 +63,18 @@ class Traffic(TorchDispatchMode):
         settle(self.device)
         found = self.kinds.setdefault(kind, Exchanged())
         found.calls += 1
-        found.num_bytes += max(_num_bytes(part) for part in args[:2])
+        found.num_bytes += num_bytes
         found.seconds += time.perf_counter() - start
         return result
+
+
+def collective(func: Any, args: Any) -> tuple[str, int] | None:
+    """(kind, bytes of the larger side) of a call, None where it is no collective."""
+    space, name = func._schema.name.split("::")
+    if space not in ("c10d", "deepspeed") or "barrier" in name:
+        return None
+    kind = next((kind for part, kind in KINDS.items() if part in name), name.strip("_"))
+    return kind, max(_num_bytes(part) for part in args[:2])
 
 
 def _num_bytes(part: Any) -> int:

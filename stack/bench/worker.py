@@ -16,17 +16,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
-import torch.nn.functional as F
 
-from stack.bench.calls import Call, CallRecorder, clock, repeat, settle
+from stack.bench.calls import Call, CallRecorder, clock_attention, clock_products, repeat, settle
 from stack.bench.live_bytes import LiveBytes
 from stack.bench.measured import CallCount, Inspection, Probe
 from stack.bench.settings import BASELINE
 from stack.bench.traffic import Traffic
 from stack.config.schema import RunConfig
 from stack.dist.env import read_rank_env
+from stack.dist.host_memory import peak_resident_bytes, reset_peak_resident
 from stack.dist.topology import Topology, init_topology
 from stack.errors import StackError
 from stack.models.spec import ModelSpec
@@ -94,7 +93,7 @@ class Worker:
     def inspect(self) -> Inspection:
         """Two untimed steps that change no weight: one watched for memory and products, one for communication."""
         on_gpu = self.device.type == "cuda"
-        _reset_peak_rss()
+        reset_peak_resident()
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
         with LiveBytes() as live, CallRecorder() as recorder:
@@ -103,7 +102,7 @@ class Worker:
             passes_peak = torch.cuda.max_memory_allocated(self.device) if on_gpu else live.peak_device
             self.contender.update(lr=0.0)
         peak = torch.cuda.max_memory_allocated(self.device) if on_gpu else live.peak_device
-        rss = _peak_rss()
+        rss = peak_resident_bytes()
         self.calls = dict(recorder.calls)
         with Traffic(self.topology.barrier, self.device) as traffic:
             self._step()
@@ -128,41 +127,14 @@ class Worker:
         self.topology.barrier()
         spec, dtype = self.spec, next(self.contender.model.parameters()).dtype
         tokens = min(self.cfg.data.micro_batch * self.cfg.data.seq_len // self.topology.sp, 8192)
-        hidden, wide, weight = (
-            torch.randn(shape, device=self.device).to(dtype)
-            for shape in (
-                (tokens, spec.hidden),
-                (tokens, spec.intermediate),
-                (spec.intermediate, spec.hidden),
-            )
-        )
-        gemm_s = clock(lambda: (hidden @ weight.t(), wide @ weight, wide.t() @ hidden), self.device)
-        rate = 6.0 * tokens * spec.hidden * spec.intermediate / gemm_s
-        forward_s, backward_s = self._attention(dtype)
+        rate = clock_products(tokens, spec.hidden, spec.intermediate, dtype, self.device)
+        sp, rows, seq = self.topology.sp, self.cfg.data.micro_batch, self.cfg.data.seq_len
+        heads, kv_heads = spec.num_heads // sp, max(1, spec.num_kv_heads // sp)
+        forward_s, backward_s = clock_attention(rows, heads, kv_heads, seq, spec.head_dim, dtype, self.device)
         calls = [repeat(call, self.device) for call in self.calls]
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # other contenders' ranks use the same card
         return Probe(rate, forward_s, backward_s, calls)
-
-    def _attention(self, dtype: torch.dtype) -> tuple[float, float]:
-        sp, dim = self.topology.sp, self.spec.head_dim
-        rows, seq = self.cfg.data.micro_batch, self.cfg.data.seq_len
-        heads, kv_heads = self.spec.num_heads // sp, max(1, self.spec.num_kv_heads // sp)
-        query, grad = (torch.randn(rows, heads, seq, dim, device=self.device).to(dtype) for _ in range(2))
-        key, value = (torch.randn(rows, kv_heads, seq, dim, device=self.device).to(dtype) for _ in range(2))
-        inputs = [part.requires_grad_() for part in (query, key, value)]
-
-        def attend() -> torch.Tensor:
-            return F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, enable_gqa=heads != kv_heads
-            )
-
-        with torch.no_grad():
-            forward_s = clock(attend, self.device)
-        out = attend()
-        return forward_s, clock(
-            lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True), self.device
-        )
 
     def _step(self, lr: float = 0.0) -> tuple[float, float, float]:
         self.topology.barrier()
@@ -173,19 +145,3 @@ class Worker:
         self.topology.barrier()
         seconds = time.perf_counter() - start
         return seconds, float(self.topology.sum(float(loss))) / self.rows[1], norm
-
-
-def _reset_peak_rss() -> None:
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:  # another system, or not allowed: the peak is then that of the whole process
-        return
-
-
-def _peak_rss() -> int:
-    """Most memory that this process had resident since the reset, in bytes."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return psutil.Process().memory_info().rss
-    return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))

@@ -19,6 +19,19 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 RANK_KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
+ALLOCATOR_KEYS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+def use_growing_segments(environ: MutableMapping[str, str]) -> None:
+    """Let torch's CUDA allocator grow its segments, unless the user has set it otherwise. Call it before torch is imported.
+
+    With fixed segments a replay of Qwen3-8B's step at 1M tokens needed a card 19 % larger than what it had allocated; with
+    growing ones 0.3 %. The forecast counts on them.
+    """
+    if not any(key in environ for key in ALLOCATOR_KEYS):
+        environ[ALLOCATOR_KEYS[0]] = "expandable_segments:True"
+
+
 @dataclass(frozen=True)
 class RankEnv:
     """One rank's place: `rank` of `world`, `local_rank` of `local_world` on its node, and where rank 0 listens."""

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from stack.dist.env import RankEnv
-from stack.dist.launcher import note_launcher
+from stack.dist.launcher import check_hostfile, note_launcher
 from stack.dist.signals import NUMBERS, Stopped
 from stack.dist.watch import Watch
 from stack.errors import LaunchError, StackError
@@ -69,6 +69,7 @@ def guard(env: RankEnv) -> Iterator[Watch]:
     """
     faulthandler.enable()
     note_launcher()
+    check_hostfile(env)
     watch = Watch(env)
     watch.stop.open()
     try:

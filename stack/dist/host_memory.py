@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from stack.dist.control_groups import memory_groups
 
 UNLIMITED = 1 << 60
@@ -34,6 +36,29 @@ def host_memory(root: Path = Path("/")) -> HostMemory | None:
     for limit, used in _groups(root):
         free, total = min(free, max(limit - used, 0)), min(total, limit)
     return HostMemory(free, total)
+
+
+def resident_bytes() -> int:
+    """Memory that this process has resident."""
+    return psutil.Process().memory_info().rss
+
+
+def reset_peak_resident() -> bool:
+    """Let `peak_resident_bytes` begin anew; False where the system does not let a process do it."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def peak_resident_bytes() -> int:
+    """Most memory that this process had resident since the reset, else since its start; now, where nobody counts it."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return resident_bytes()
+    return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
 
 
 def _groups(root: Path) -> Iterator[tuple[int, int]]:

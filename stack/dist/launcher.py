@@ -7,9 +7,12 @@ are ended by Slurm itself. deepspeed has two: the command, and below it one laun
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from stack.dist.env import RankEnv
+from stack.errors import LaunchError
 
 LEVELS = {"deepspeed": 2, "torchrun": 1}
 _noted: list[int] = []
@@ -26,6 +29,35 @@ def gone_launcher(env: RankEnv) -> str | None:
     levels = LEVELS.get(env.launcher, 0)
     gone = sorted(set(_noted[:levels]) - set(_above()[:levels]))
     return f"the {env.launcher} launcher (process {gone}) is gone" if gone else None
+
+
+def check_hostfile(env: RankEnv) -> None:
+    """deepspeed takes a hostfile that is not there for one machine, and starts its own ranks alone, with a warning that
+    nobody reads. Raises LaunchError."""
+    if env.launcher != "deepspeed":
+        return
+    import psutil
+
+    with suppress(psutil.Error):  # a launcher of another user, or one that is just ending
+        for command in psutil.Process().parents()[1:2]:  # above the launcher of the node
+            named = _hostfile(command.cmdline())
+            if named is not None and not (Path(command.cwd()) / named).is_file():
+                raise LaunchError(
+                    f"--hostfile {named}: there is no such file, seen from {command.cwd()}, and deepspeed has started the ranks "
+                    f"of this machine alone ({env.world}). Fix: check the path, or leave --hostfile out for one machine"
+                )
+
+
+def _hostfile(words: Sequence[str]) -> str | None:
+    """The file that a deepspeed command names before the script; its own arguments are not looked at."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word in ("-H", "--hostfile"):
+            return following
+        if word.startswith("--hostfile="):
+            return word.partition("=")[2]
+        if word.endswith("train.py"):
+            return None
+    return None
 
 
 def _above() -> list[int]:

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from stack.models.spec import ModelSpec
+if TYPE_CHECKING:  # the forecast counts FLOPs without torch, for sizes that have the same names
+    from stack.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)

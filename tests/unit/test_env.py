@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stack.dist.env import RankEnv, apply_rank_env, read_rank_env
+from stack.dist.env import RankEnv, apply_rank_env, read_rank_env, use_growing_segments
 from stack.dist.failure import clear_errors
 from stack.dist.node_list import expand_node_list
 from stack.errors import LaunchError
@@ -170,3 +170,12 @@ def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         raise KeyboardInterrupt
     assert caught.value.code == 130
     assert capsys.readouterr().err == "error: interrupted\n"
+
+
+def test_the_allocator_grows_its_segments_unless_the_user_says_otherwise() -> None:
+    environ: dict[str, str] = {}
+    use_growing_segments(environ)
+    assert environ == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    own = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}
+    use_growing_segments(own)
+    assert own == {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}
