@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from stack.config.compose import compose_config
+from stack.data.command import take_command
 from stack.errors import ConfigError, Fault
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -44,7 +45,8 @@ def test_shown_overrides_compose(command: str) -> None:
         command = re.sub(rf"\b{shown}\b", name, command)
     faults: list[Fault] = []
     try:
-        compose_config(shlex.split(command))
+        _, settings = take_command(shlex.split(command))  # launch/prepare.py has arguments of its own
+        compose_config(settings)
     except ConfigError as error:
         faults = error.faults
     # The reader has the files that a command names, this machine does not.
