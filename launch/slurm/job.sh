@@ -75,10 +75,12 @@ await() { # COMMAND...: its exit code; signals are heard while it runs
 }
 
 on_nodes() { # TASKS_A_NODE LIMIT_S COMMAND...: everywhere, in the container if there is one. LIMIT_S 0: no limit
-    local tasks=$1 limit=$2 cpus=$((SLURM_CPUS_ON_NODE / $1))
+    local tasks=$1 limit=$2 cpus=$((SLURM_CPUS_ON_NODE / $1)) share
     shift 2
-    timeout --kill-after=10 "$limit" srun --ntasks-per-node="$tasks" --ntasks=$((tasks * SLURM_NNODES)) \
-        --cpus-per-task=$((cpus > 0 ? cpus : 1)) --kill-on-bad-exit=1 "${CONTAINER[@]}" "${INSIDE[@]}" "$@"
+    if ((cpus > 0)); then share=--cpus-per-task=$cpus; else share=--overcommit; fi # fewer CPUs than ranks: refused without
+    # What was set up here is for the tasks too, also in a job that was submitted with --export=NONE.
+    timeout --kill-after=10 "$limit" srun --ntasks-per-node="$tasks" --ntasks=$((tasks * SLURM_NNODES)) "$share" \
+        --export=ALL --kill-on-bad-exit=1 "${CONTAINER[@]}" "${INSIDE[@]}" "$@"
 }
 
 find_address() { # the first node of the list, which has rank 0, and a port that nobody listens on
@@ -101,7 +103,7 @@ count_start() { # This start counts as one without progress, until it ends as it
     if [ -n "${CHAINED:-}" ]; then family=$CHAINED; fi
     export CHAINED_BY=$family
     STEP=$(newest_step)
-    if [ -f "$RUN_FOLDER/starts" ]; then read -r counted before FAILURES < "$RUN_FOLDER/starts"; fi
+    if [ -f "$RUN_FOLDER/starts" ]; then read -r counted before FAILURES < "$RUN_FOLDER/starts" || true; fi
     if [ "$counted" != "$family" ] || [ "$STEP" -gt "$before" ]; then FAILURES=0; fi
     if [ "$FAILURES" -ge "$MAX_FAILURES" ]; then give_up; fi
     keep_count $((FAILURES + 1))
@@ -117,10 +119,10 @@ give_up() {
     exit 1
 }
 
-begin_chain() { # the next job waits behind this one from the start, so that it is there when this one's node is lost
+begin_chain() { # OVERRIDE...: the next job waits behind this one from the start, so that it is there when this one's node is lost
     if [ "$RESTART" = chain ]; then
         NEXT=$(env -u SLURM_RESTART_COUNT CHAINED="$CHAINED_BY" \
-            sbatch --parsable --export=ALL --dependency="afterany:$SLURM_JOB_ID" "$SCRIPT")
+            sbatch --parsable --export=ALL --dependency="afterany:$SLURM_JOB_ID" "$SCRIPT" "$@")
         say "job $NEXT waits behind this one"
     fi
 }
@@ -147,8 +149,8 @@ look_at_nodes() {
     say "preflight of $SLURM_NNODES node(s), up to $PREFLIGHT_S s"
     await on_nodes "$RANKS_PER_NODE" $((PREFLIGHT_S + 30)) bash -c "$IN_TASK"'exec python -m stack.submit.preflight "$0"' \
         "$RUN_FOLDER" || rc=$?
-    if [ $rc != 0 ] && [ "$ASKED" != USR1 ]; then
-        if [ -z "$ASKED" ]; then say "preflight failed ($rc): no training on these nodes"; fi
+    if [ $rc != 0 ] && [ -z "$ASKED" ]; then
+        say "preflight failed ($rc): no training on these nodes"
         end_chain
         note "preflight failed" code $rc nodes "$SLURM_JOB_NODELIST"
         exit 1
@@ -166,15 +168,18 @@ train() {
         await on_nodes 1 0 bash -c "$IN_TASK"'
             # deepspeed takes a missing hostfile for one machine.
             [ -s "$0" ] || { echo "error: $SLURMD_NODENAME does not see $0: the run folder is not shared" >&2; exit 2; }
+            # deepspeed gives out the GPUs from 0 on, whatever Slurm gave to this job.
+            gpus=$(seq -s, 0 $((RANKS_PER_NODE - 1)))
+            [ "${CUDA_VISIBLE_DEVICES:-$gpus}" = "$gpus" ] || {
+                echo "error: $SLURMD_NODENAME has GPUs $CUDA_VISIBLE_DEVICES for this job, and deepspeed would take $gpus." \
+                    "Fix: cluster.launcher=torchrun (LAUNCHER=torchrun), or whole nodes" >&2
+                exit 2
+            }
             exec deepspeed --quiet --hostfile="$0" --no_ssh --node_rank="$SLURM_NODEID" \
             --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT" "$@"' "$RUN_FOLDER/hostfile" "$PROJECT/launch/train.py" "$@"
         ;;
     srun)
         await on_nodes "$RANKS_PER_NODE" 0 bash -c "$IN_TASK"'exec python -u "$@"' srun "$PROJECT/launch/train.py" "$@"
-        ;;
-    *)
-        say "LAUNCHER=$LAUNCHER: expected torchrun, deepspeed or srun"
-        return 2
         ;;
     esac
 }
@@ -201,7 +206,7 @@ end_job() { # CODE of the launcher
         exit 0
     fi
     # srun and the launchers get SIGTERM too, and leave at once; the ranks save meanwhile, and say so.
-    if [ "$ASKED" = TERM ]; then
+    if [ "$ASKED" = TERM ] && [ "$code" != 0 ]; then
         for _ in $(seq 600); do
             if [ "$stopped" -nt "$RUN_FOLDER/starts" ]; then break; fi
             sleep 1
@@ -232,17 +237,29 @@ end_job() { # CODE of the launcher
     go_on "$code"
 }
 
+check_words() {
+    case $LAUNCHER in
+    torchrun | deepspeed | srun) ;;
+    *) say "LAUNCHER=$LAUNCHER: expected torchrun, deepspeed or srun" && exit 2 ;;
+    esac
+    case "$RESTART $SCRIPT" in
+    "requeue "* | "none "* | "chain "?*) ;;
+    *) say "RESTART=$RESTART: expected requeue, none, or chain with SCRIPT, the file to submit" && exit 2 ;;
+    esac
+}
+
 run_job() {
     local rc=0
+    check_words
     if [ -z "$RUN_FOLDER" ]; then RUN_FOLDER=$("${INSIDE[@]}" python -m stack.submit.folder "$@"); fi
     mkdir -p "$RUN_FOLDER"
     trap hear_usr1 USR1
     trap hear_term TERM
     count_start
-    begin_chain
+    begin_chain "$@"
     find_address
     note start nodes "$SLURM_JOB_NODELIST" launcher "$LAUNCHER" ranks $((RANKS_PER_NODE * SLURM_NNODES)) \
-        address "$MASTER_ADDR:$MASTER_PORT"
+        address "$MASTER_ADDR:$MASTER_PORT" ${NEXT:+next "$NEXT"}
     say "start ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST, rank 0 at $MASTER_ADDR:$MASTER_PORT, run folder $RUN_FOLDER"
     look_at_nodes
     if [ -z "$ASKED" ]; then train "$@" || rc=$?; fi

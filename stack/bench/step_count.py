@@ -44,6 +44,15 @@ if TYPE_CHECKING:
 SMALL = 1 << 12
 """Bytes below which a tensor's line is not looked up."""
 
+aten = torch.ops.aten
+WRITTEN_IN_PLACE = {
+    ("IndexBackward0", aten.index_put.default): aten.index_put_.default,
+    ("GatherBackward0", aten.scatter_add.default): aten.scatter_add_.default,
+    ("TopkBackward0", aten.scatter.src): aten.scatter_.src,
+}
+"""By node of the graph: gradients that torch writes into fresh zeros, but into a copy of them where a dispatch mode looks on,
+as here (areAnyTensorSubclassLike in torch/csrc/autograd/FunctionsManual.cpp and ATen)."""
+
 LET_GO_S = 30.0
 """For gloo's threads to let go of what they sent."""
 
@@ -252,6 +261,8 @@ class Counted(LiveBytes):
             return 0 if args[0].dtype in (torch.bool, torch.uint8) else 1
         if func is torch.ops.aten.equal.default and isinstance(args[0], FakeTensor):
             return True
+        if (node := torch._C._current_autograd_node()) is not None:
+            func = WRITTEN_IN_PLACE.get((node.name(), func), func)
         self.operators, self._func = self.operators + 1, func
         self.sites.remember()
         sent = collective(func, args)

@@ -83,8 +83,9 @@ def _container(cluster: ClusterConfig) -> Iterator[Fault]:
 
 def _extra(cluster: ClusterConfig) -> Iterator[Fault]:
     for text in cluster.extra:
-        flag = re.split(r"[= ]", text, maxsplit=1)[0]
-        if flag in OWNED:
-            yield Fault("cluster.extra", text, f"options other than {flag}", f"{OWNED[flag]} says it")
+        flags = re.findall(r"(?:^|(?<=\s))(--[a-z-]+|-[A-Za-z])", text)  # -N4 is -N too
+        owned = next((flag for flag in flags if flag in OWNED), None)
+        if owned is not None:
+            yield Fault("cluster.extra", text, f"options other than {owned}", f"{OWNED[owned]} says it")
         elif not re.fullmatch(r"--?[A-Za-z][^\n]*", text):
             yield Fault("cluster.extra", text, "an option of sbatch", 'cluster.extra=["--mail-type=FAIL"]')

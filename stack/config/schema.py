@@ -144,9 +144,8 @@ class MemoryConfig:
     """Folder on a local disk for what is beyond `host_gib`; its files have no names, so nothing is left behind."""
 
     fused_kernels: Literal["auto", "none", "torch", "compiled", "liger"] = "auto"
-    """RMSNorm by one kernel of `torch`; RMSNorm, rotary embedding, SwiGLU and the tiled loss `compiled` by torch.compile; or
-    the first three by `liger` (GPU, pip install '.[liger]'). They round less often than the model's own. `auto`: torch on
-    a GPU; none on the CPU."""
+    """RMSNorm by one kernel of `torch`; RMSNorm, rotary embedding and SwiGLU `compiled` by torch.compile, or by `liger` (GPU,
+    pip install '.[liger]'). They round less often than the model's own. `auto`: torch on a GPU; none on the CPU."""
 
 
 @dataclass(kw_only=True)

@@ -106,6 +106,13 @@ class Building:
                     *notes,
                     f"{control:,} control tokens are spelled out in the text and were read as such",
                 ]
+            remarks = Tally()
+            for record in whole:
+                remarks.add(record.remarks)
+            notes = notes + [
+                f"{entry.count:,} records {what}, first {entry.first}"
+                for what, entry in remarks.dropped.items()
+            ]
             texts = "".join(record.text or "" for record in whole)
             join_shards(
                 self.partial,
@@ -127,6 +134,8 @@ class Building:
         if not folder.exists():
             part = folder.with_name(f"{folder.name}.{os.uname().nodename}-{os.getpid()}.part")
             _train(self.data, self.source, part, self.say)
+            for path in [*part.iterdir(), part]:
+                sync(path)
             part.rename(folder)
         return TextEncoder(load_tokenizer(str(folder)))
 
@@ -143,8 +152,13 @@ class Building:
             dropped = {reason: asdict(entry) for reason, entry in self.tally.dropped.items()}
             part = path.with_name(f"plan.{os.uname().nodename}-{os.getpid()}.part")
             part.write_text(json.dumps({"units": [asdict(unit) for unit in units], "dropped": dropped}))
+            sync(part)
             os.replace(part, path)
-        plan = json.loads(path.read_text())
+        try:
+            plan = json.loads(path.read_text())
+        except ValueError as error:
+            fix = f"delete {self.partial} and start again"
+            raise DataError(f"{path}: no whole plan of the store ({error}). Fix: {fix}") from error
         self.units = [Unit(**unit) for unit in plan["units"]]
         self.tally = Tally(self.data.bad_text)
         self.tally.add(plan["dropped"])
@@ -179,7 +193,9 @@ def _train(data: DataConfig, source: Source, folder: Path, say: Say) -> None:
     def texts() -> Iterator[str]:
         for unit in units:
             for document in source.documents(unit, tally):
-                for chunk in cut_text(text_blocks(document), SAFE_CUT):
+                for chunk in cut_text(
+                    text_blocks(document), SAFE_CUT, where=document.where or document.place
+                ):
                     progress.advance(len(chunk.encode()))
                     yield chunk
             progress.finish_unit(unit.size)

@@ -4,13 +4,13 @@ A whole book or a one-line file of 200 MB is one document. The tokenizer keeps s
 of a call, so long text goes in chunks. That is exact only where the tokenizer's pre-tokenisation certainly
 splits. For the patterns in SPLIT_PATTERNS it does so in front of
 
-- a space, after a visible ASCII character or a letter: in none of their alternatives does a space follow
-  anything but white space;
+- a space, after anything that no version of Unicode takes for white space or a control: in none of their alternatives
+  does a space follow anything but white space;
 - a line feed or a Chinese or Japanese mark, after a letter: in none of them does either follow a letter.
 
 The left chunk then ends where a match ends whatever follows (their only look-ahead, `\\s+(?!\\S)`, starts at
 white space), and the right one starts where a match starts. NFC does not compose over such a place. For any
-other tokenizer the answer is None: whole documents only.
+other tokenizer the answer is None: whole documents only. A text that has no such place for MOST_CHARS is refused.
 """
 
 from __future__ import annotations
@@ -21,12 +21,24 @@ from collections.abc import Iterable, Iterator
 
 from tokenizers import Tokenizer
 
+from stack.errors import DataError
+
 CHUNK_CHARS = 1 << 10
 """Small, so that what the tokenizer keeps of a chunk stays in a core's cache: 1.5 times the speed of chunks of 65,536."""
 
-# Ranges of letters that every version of Unicode in use agrees on: Latin, Greek, Cyrillic, kana, Han, Hangul.
-LETTERS = "A-Za-zÀ-ÖØ-öø-ʯΑ-ΡΣ-ώА-я\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
-SAFE_CUT = re.compile(f"(?<=[!-~{LETTERS}]) |(?<=[{LETTERS}])[\n，。、！？]")
+MOST_CHARS = 1 << 24
+"""Of text in one piece: some 100 bytes a character, so 1.7 GB of memory for each worker."""
+
+# Ranges of letters that every version of Unicode in use agrees on: Latin, Greek, Cyrillic, Armenian, Hebrew, Arabic,
+# Devanagari, Thai, Georgian, kana, Han, Hangul.
+LETTERS = (
+    "A-Za-zÀ-ÖØ-öø-ʯΑ-ΡΣ-ώА-я\u0531-\u0556\u0561-\u0586\u05d0-\u05ea\u0621-\u063a\u0641-\u064a\u0671-\u06d3"
+    "\u0905-\u0939\u0e01-\u0e30\u0e32\u0e33\u0e40-\u0e45\u10d0-\u10f0"
+    "\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
+)
+# White space, controls and marks without width, which some engine may take for white space.
+SPACES = r"\s\x00-\x20\x7f-\xa0\u1680\u180e\u2000-\u200f\u2028-\u202f\u205f-\u206f\u3000\ufeff"
+SAFE_CUT = re.compile(f"(?<=[^{SPACES}]) |(?<=[{LETTERS}])[\n，。、！？]")
 
 _ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _CASED = (
@@ -89,11 +101,18 @@ def _is_local(step: dict) -> bool:
     return step["type"] == "Digits" or (step["type"] == "ByteLevel" and not step["add_prefix_space"])
 
 
-def cut_text(blocks: Iterable[str], cut: re.Pattern[str] | None, size: int = CHUNK_CHARS) -> Iterator[str]:
+def cut_text(
+    blocks: Iterable[str],
+    cut: re.Pattern[str] | None,
+    size: int = CHUNK_CHARS,
+    *,
+    where: str = "a document",
+) -> Iterator[str]:
     """Text in blocks cut anywhere -> chunks cut at safe places; all of it in one chunk if `cut` is None.
 
     Chunks have about `size` characters, more where there is no safe place. Each character is looked at a
-    bounded number of times, so the time is linear in the text's length.
+    bounded number of times, so the time is linear in the text's length. Raises DataError with `where` for more than
+    MOST_CHARS without a safe place.
     """
     held: list[str] = []
     num_held = 0
@@ -108,6 +127,12 @@ def cut_text(blocks: Iterable[str], cut: re.Pattern[str] | None, size: int = CHU
                     held, num_held, part = [], 0, part[at:]
             held.append(part)
             num_held += len(part)
+            if num_held > MOST_CHARS:
+                raise DataError(
+                    f"{where}: more than {MOST_CHARS:,} characters without a place where the ids would stay the same if it were "
+                    "cut, such as a space, and more memory for the tokenizer than a worker should take. Fix: leave the "
+                    "document out, or part it"
+                )
     if held:
         yield "".join(held)
 

@@ -54,7 +54,12 @@ def take_command(arguments: Sequence[str]) -> tuple[Command, list[str]]:
     if task and (merge == "true" or "export" in values):
         want = "no merge or export, which come when all machines are done"
         raise ConfigError([Fault("shard", values["shard"], want, "run merge=true behind them")])
-    export = Path(values["export"]).expanduser() if values.get("export") else None
+    if "preview" in values and (others := sorted(values.keys() - {"preview"})):
+        want = f"no {' or '.join(others)} beside it, since it prepares nothing"
+        raise ConfigError([Fault("preview", values["preview"], want, "one of them at a time")])
+    if values.get("export") == "":
+        raise ConfigError([Fault("export", "", "a folder to write to", "export=FOLDER")])
+    export = Path(values["export"]).expanduser() if "export" in values else None
     count = read_count(values["preview"]) if "preview" in values else None
     return Command(task, merge == "true", export, count), rest
 
@@ -77,8 +82,12 @@ def prepare(cfg: RunConfig, command: Command) -> list[Share]:
     stores = [TokenStore(folder) for folder in folders]
     for store in stores:
         if not (store.folder / LENGTHS).exists():
-            draw_lengths(store, store.folder / LENGTHS)
-        print(f"  their lengths as a picture: {store.folder / LENGTHS}")
+            try:
+                draw_lengths(store, store.folder / LENGTHS)
+            except OSError as error:  # the tokens are whole without it
+                print(f"  no picture of their lengths: {store.folder}: {error.strerror or error}")
+        if (store.folder / LENGTHS).exists():
+            print(f"  their lengths as a picture: {store.folder / LENGTHS}")
         if command.export:
             prefix = export_megatron(store, command.export)
             print(f"  for Megatron: {prefix}.bin and .idx")

@@ -92,7 +92,9 @@ class TextWriter:
         batch: list[tuple[str, Document | None]] = []
         num_chars = 0
         for document in documents:
-            for chunk, last in _mark_last(self.encoder.chunks(text_blocks(document))):
+            for chunk, last in _mark_last(
+                self.encoder.chunks(text_blocks(document), document.where or document.place)
+            ):
                 batch.append((chunk, document if last else None))
                 num_chars += len(chunk)
                 if num_chars >= BATCH_CHARS:
@@ -146,7 +148,7 @@ def _write_chats(
     """Records of `data.format`, with a mask of their targets."""
     from stack.data.chat.encode import BadRecord, Skipped
 
-    num_bytes = 0
+    num_bytes, remarks = 0, Tally()
     for document in documents:
         assert document.record is not None, "a source of records gives them whole"
         try:
@@ -159,9 +161,14 @@ def _write_chats(
             continue
         writer.append(found.ids, found.targets)
         writer.end_document(document.place)
+        for remark in found.remarks:
+            remarks.drop(remark, document.where or document.place, document.num_bytes)
         num_bytes += document.num_bytes
         advance(document.num_bytes, len(found.ids))
-    return {"text_bytes": num_bytes}
+    return {
+        "text_bytes": num_bytes,
+        "remarks": {what: asdict(entry) for what, entry in remarks.dropped.items()},
+    }
 
 
 def _chat_encoder(recipe: Recipe) -> Any:

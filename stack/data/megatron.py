@@ -51,6 +51,14 @@ class MegatronIndex:
         self.pointers = part(HEADER.size + 4 * num_sequences, num_sequences, "<i8")
         self.bounds = part(HEADER.size + 12 * num_sequences, num_bounds, "<i8")
         """Document d is the sequences bounds[d] to bounds[d + 1] - 1."""
+        if num_sequences and self.lengths.min() < 0:
+            raise ValueError("a sequence of negative length")
+        if num_bounds and (
+            self.bounds[0] < 0 or self.bounds[-1] > num_sequences or (np.diff(self.bounds) < 0).any()
+        ):
+            raise ValueError(
+                f"document bounds that are no rising numbers from 0 to {num_sequences} sequences"
+            )
 
     @property
     def num_documents(self) -> int:

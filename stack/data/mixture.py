@@ -17,6 +17,9 @@ from stack.data.order import RowOrder
 from stack.data.part import PackedPart
 from stack.data.store import TokenStore
 
+FAR = 0.05
+"""How far a part's tokens may lie from what its weight asks, as a share of that, before it is told."""
+
 
 @dataclass(frozen=True)
 class Share:
@@ -87,7 +90,27 @@ class Mixture:
                 f"{share.name}: {rows:,} rows ({rows / max(part.num_rows, 1):.3g} passes), {drawn:,} tokens, "
                 f"{drawn / max(sum(tokens), 1):.1%} of an epoch; of {part.account}"
             )
-        return lines
+        return lines + self._far_from_weights(tokens)
+
+    def _far_from_weights(self, tokens: list[int]) -> list[str]:
+        """A warning where parts of few rows give other shares than their weights; tokens: of each part in an epoch."""
+        weights, total = [share.weight or 0.0 for share in self.shares], sum(tokens)
+        asked = [
+            weight / sum(weights) * total if any(weights) else drawn
+            for weight, drawn in zip(weights, tokens, strict=True)
+        ]
+        told = [
+            f"{share.name} {drawn / total:.1%} (asked {want / total:.1%})"
+            for share, drawn, want in zip(self.shares, tokens, asked, strict=True)
+            if abs(drawn - want) > FAR * want
+        ]
+        if not told:
+            return []
+        return [
+            f"warning: the mixture's shares are not those of the weights: {', '.join(told)}. A whole number of rows is drawn, and "
+            "the part that is through first has few. Fix: epochs in place of weight, several for each part; more data for "
+            "the small part; or a smaller data.seq_len"
+        ]
 
     def _deal(self, place: int) -> tuple[int, int]:
         counts = self._count_before(place)

@@ -47,6 +47,9 @@ class Sample:
     cut: bool = False
     """Whether only its beginning was read."""
 
+    remarks: tuple[str, ...] = ()
+    """What its user may not have meant. Each continues `a record ...`."""
+
 
 def read_count(text: str) -> int:
     """Of `preview=3`. Raises ConfigError."""
@@ -78,6 +81,8 @@ def show_preview(
             print(f"═══ {head}", file=stream)
             for row in _rows(sample, tokenizer, colours):
                 print(row, file=stream)
+            for remark in sample.remarks:
+                print(f"note: a record {remark}", file=stream)
         print(f"═══ {number} documents shown; {_legend(colours)}", file=stream)
         for reason, entry in tally.dropped.items():
             print(
@@ -130,7 +135,7 @@ def _chats(documents: Iterator[Document], encoder: Any, tally: Tally) -> Iterato
         if isinstance(found, Skipped):
             tally.drop(found.reason, where, document.num_bytes)
         else:
-            yield Sample(document.place, found.ids, found.targets)
+            yield Sample(document.place, found.ids, found.targets, remarks=found.remarks)
 
 
 def _texts(documents: Iterator[Document], encoder: TextEncoder, append_eos: bool) -> Iterator[Sample]:

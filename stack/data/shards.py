@@ -56,6 +56,8 @@ class UnitRecord:
     """Control tokens spelled out in the text."""
 
     dropped: dict[str, Any] = field(default_factory=dict)
+    remarks: dict[str, Any] = field(default_factory=dict)
+    """Of records that are in it, what is to be told: like `dropped`, count and first place by what it is."""
 
 
 class ShardWriter:

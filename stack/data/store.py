@@ -108,7 +108,7 @@ class TokenStore:
             self.offsets = _map(folder / OFFSETS, "<i8", self.info.num_documents + 1)
             self.places = _map(folder / PLACES, "<u8", self.info.num_documents)
             _check_sizes(folder, self.info)
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, AttributeError) as error:  # JSON may spell a list too
             raise DataError(_damaged(folder, str(error))) from error
         self._starts = np.concatenate([[0], np.cumsum(self.info.shards, dtype=np.int64)])
         self._map_ids = lru_cache(OPEN_SHARDS)(self._map_shard)

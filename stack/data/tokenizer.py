@@ -60,10 +60,10 @@ class TextEncoder:
             notes.append("the tokenizer normalises Unicode, so ids may give back text in another spelling")
         return notes
 
-    def chunks(self, blocks: Iterable[str]) -> Iterable[str]:
+    def chunks(self, blocks: Iterable[str], where: str) -> Iterable[str]:
         """A document's blocks, cut anew where the ids of the chunks, joined, are those of the whole
-        document."""
-        return cut_text(blocks, self.cut)
+        document. where: its place, for people. Raises DataError for a text too long to be tokenised uncut."""
+        return cut_text(blocks, self.cut, where=where)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Ids of each text, on all cores."""

@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stack.ops.compiled_loss import compiled_tile_loss
 from stack.ops.token_loss import IGNORE, LossOptions
 
 
@@ -33,7 +32,6 @@ class _TiledLoss(torch.autograd.Function):
         tile: int,
         options: LossOptions,
         with_grad: bool,
-        compiled: bool,
     ) -> Tensor:
         needs_hidden, needs_weight, needs_bias = (needed and with_grad for needed in ctx.needs_input_grad[:3])
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -42,17 +40,12 @@ class _TiledLoss(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needs_bias else None
         for start in range(0, hidden.shape[0], tile):
             part = slice(start, start + tile)
-            logits = F.linear(hidden[part], weight, bias)
-            if compiled and with_grad:
-                loss, grad_logits = compiled_tile_loss(options)(logits, labels[part])
-            else:
-                loss, grad_logits = tile_loss(logits, labels[part], options, with_grad)
+            loss, grad_logits = _tile_loss(hidden[part], weight, bias, labels[part], options, with_grad)
             total += loss
-            del logits
             if grad_logits is None:
                 continue
             if grad_bias is not None:
-                grad_bias += grad_logits.sum(dim=0, dtype=torch.float32)
+                grad_bias += grad_logits.sum(dim=0)
             grad_logits = grad_logits.to(weight.dtype)
             if grad_hidden is not None:
                 grad_hidden[part] = grad_logits @ weight
@@ -69,14 +62,14 @@ class _TiledLoss(torch.autograd.Function):
             None if grad is None else (grad.float() * grads[0]).to(dtype)
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return *scaled, None, None, None, None, None
+        return *scaled, None, None, None, None
 
 
-def tile_loss(
-    raw: Tensor, labels: Tensor, options: LossOptions, with_grad: bool
+def _tile_loss(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: LossOptions, with_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Loss sum of one tile of raw logits [tokens, vocab], and d(sum)/d(raw) in fp32. Writes over logits in fp32."""
-    logits = raw.float()
+    """Loss sum of one tile, and d(sum)/d(raw logits) in fp32, [tokens, vocab]."""
+    logits = F.linear(hidden, weight, bias).float()
     if options.logit_scale != 1.0:
         logits *= options.logit_scale
     if options.softcap:
@@ -113,21 +106,14 @@ def tile_loss(
 
 
 def tiled_token_loss_sum(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    tile: int,
-    options: LossOptions,
-    compiled: bool = False,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, tile: int, options: LossOptions
 ) -> Tensor:
     """Sum of the token losses, `tile` tokens at a time; same shapes and result as `reference.token_loss_sum`.
 
     Beside its inputs it holds one tile of fp32 logits, a gradient like `hidden` and an fp32 gradient like
-    `weight` until backward. compiled: see `compiled_loss`; then there are no fp32 logits, and the gradient of the logits is
-    rounded to their type before the bias's is summed.
+    `weight` until backward.
     """
     if tile < 1:
         raise ValueError(f"tile={tile}: expected at least 1 token")
     # A Function sees which inputs require a gradient, not whether one is wanted: evaluation must not pay for it.
-    return _TiledLoss.apply(hidden, weight, bias, labels, tile, options, torch.is_grad_enabled(), compiled)
+    return _TiledLoss.apply(hidden, weight, bias, labels, tile, options, torch.is_grad_enabled())

@@ -63,7 +63,6 @@ def apply_parallelism(
         memory.loss_tile if memory.tiled_loss else None,
         model_spec.logit_scale,
         model_spec.softcap or 0.0,
-        compiled=memory.fused_kernels == "compiled",
     )
     _let_gradients_reach_all_blocks(model)
     if obstacle:

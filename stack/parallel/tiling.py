@@ -55,16 +55,13 @@ def _tiled(mlp: nn.Module, tile: int) -> Any:
     return forward
 
 
-def install_head_loss(
-    head: nn.Module, tile: int | None, logit_scale: float, softcap: float, compiled: bool = False
-) -> None:
+def install_head_loss(head: nn.Module, tile: int | None, logit_scale: float, softcap: float) -> None:
     """Give the head a second signature: with `labels` it returns the loss, so the logits need not leave it.
 
     The loss belongs inside the head's own forward, and that inside the forward which the engine calls: outside it,
     ZeRO-3 gathers the head again and again (249 GiB a step in place of 4.3 at 1M tokens).
 
     tile: tokens a tile, or None for the untiled reference. logit_scale, softcap: what the model does to its logits.
-    compiled: see `ops/compiled_loss.py`; only for tiles.
     New signature: head(hidden [rows, seq_local, hidden], labels [rows, seq_local] or None, scale, label_smoothing,
     z_loss) -> scale * sum of token losses as an fp32 scalar, or the logits where labels is None.
     """
@@ -84,6 +81,6 @@ def install_head_loss(
         weight, bias = cast(nn.Linear, head).weight, getattr(head, "bias", None)
         if tile is None:
             return scale * reference.token_loss_sum(flat, weight, bias, flat_labels, options)
-        return scale * tiled_token_loss_sum(flat, weight, bias, flat_labels, tile, options, compiled)
+        return scale * tiled_token_loss_sum(flat, weight, bias, flat_labels, tile, options)
 
     head.forward = forward

@@ -91,7 +91,8 @@ def _chosen(
         "select", [weighted], op.new(wide, _MLP), [back_order], lambda saved, grads: [op.new(wide, _MLP)]
     )
     del weighted
-    total = op.record("sum", [sorted_back], op.new(size, _MLP), [], lambda saved, grads: [grads[0]])
+    # Its gradient is one row for all experts of a token, which the view before the sum copies.
+    total = op.record("sum", [sorted_back], op.new(size, _MLP), [], lambda saved, grads: [op.new(wide, _MLP)])
     del sorted_back, del_selected, order, sorted_places
     return total
 

@@ -73,13 +73,11 @@ def sweep_runs(overrides: Sequence[str], base: str) -> list[tuple[str, list[str]
         raise ConfigError([Fault("-m", "", "several values of a setting", "-m optim.lr=1e-5,2e-5")])
     named = []
     for number, (texts, swept) in enumerate(runs):
-        if "name" in swept:
-            named.append((swept["name"], texts))
-            continue
-        label = "-".join(f"{key.rsplit('.', 1)[-1]}_{value}" for key, value in swept.items())
-        name = f"{base}-{label}"
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}", name):
-            name = f"{base}-{number}"
+        parts = [f"{key.rsplit('.', 1)[-1]}_{value}" for key, value in swept.items() if key != "name"]
+        own = swept.get("name", base)
+        name = "-".join([own, *parts])
+        if parts and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}", name):
+            name = f"{own}-{number}"
         named.append((name, [*texts, f"name={name}"]))
     if len({name for name, _ in named}) < len(named):  # two settings that end alike, or rounded values
         named = [

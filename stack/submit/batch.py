@@ -45,7 +45,12 @@ def submit_script(script: Path, options: Sequence[str] = ()) -> str:
             f"no sbatch on this machine: {script} is written but not submitted. Fix: run the command on a login node, or "
             "add dry=true to see the script alone"
         )
-    done = _run(["sbatch", "--parsable", *options, str(script)])
+    try:
+        done = _run(["sbatch", "--parsable", *options, str(script)])
+    except KeyboardInterrupt:
+        raise LaunchError(
+            f"interrupted while sbatch was asked: {script} may be queued. Fix: squeue --me, and scancel what is not wanted"
+        ) from None
     match = re.match(r"\d+", done.stdout)
     if done.returncode or match is None:
         raise LaunchError(f"sbatch refused {script}: {_words(done)}")

@@ -49,7 +49,7 @@ def environment_lines(cluster: ClusterConfig, project: Path) -> list[str]:
         ranks = cluster.ranks_per_node or 1
         values |= {"OMP_NUM_THREADS": str(max(1, (cluster.cpus_per_node or ranks) // ranks))}
     values |= cluster.environment
-    lines += [f"export {name}={expanding(value)}" for name, value in values.items()]
+    lines += [f"export {name}={expanding(value)}" for name, value in values.items() if value is not None]
     return lines + list(cluster.setup)
 
 
@@ -87,5 +87,6 @@ def container_lines(cluster: ClusterConfig, folders: Sequence[Path]) -> list[str
 
 def expanding(value: object) -> str:
     """A value in the shell's double quotes, in which `$NAME` still means the job's variable."""
-    text = re.sub(r'([\\"`])', r"\\\1", str(value))
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    text = re.sub(r'([\\"`])', r"\\\1", text)
     return text if re.fullmatch(r"[A-Za-z0-9_./:=,@%+-]+", text) else f'"{text}"'

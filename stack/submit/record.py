@@ -46,9 +46,13 @@ def _parse(line: str) -> Event | None:
         return None
 
 
-def unfinished_job(events: list[Event]) -> str | None:
-    """The job of the last event, unless that says that the job is over for good."""
-    return None if not events or events[-1].name in ENDS else events[-1].job
+def unfinished_jobs(events: list[Event]) -> list[str]:
+    """The job of the last event and the one chained behind it, unless that event says that all is over for good."""
+    if not events or events[-1].name in ENDS:
+        return []
+    job = events[-1].job
+    chained = [event.details["next"] for event in events if event.job == job and "next" in event.details]
+    return [job, *dict.fromkeys(chained)]
 
 
 def append(folder: Path, event: str, job: str, time: str, **details: str) -> None:

@@ -99,7 +99,8 @@ def prepare_script(
     ]
     around = '"${CONTAINER[@]}" ' if cluster.container == "pyxis" else ""
     inside = '"${INSIDE[@]}" ' if cluster.container == "apptainer" else ""
-    lines.append(f"srun --ntasks=1 {around}{inside}{shlex.join(command)} {share}")
+    step = 'srun --ntasks=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --export=ALL'
+    lines.append(f"{step} {around}{inside}{shlex.join(command)} {share}")
     return "\n".join(lines) + "\n"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from stack.submit.batch import state_of
-from stack.submit.record import Event, read_record, unfinished_job
+from stack.submit.record import Event, read_record, unfinished_jobs
 
 SHOWN = 12  # events, from the newest back
 TAIL_BYTES = 65536  # of the journal: its last record is asked for, and it may be large
@@ -41,20 +41,20 @@ def describe(folder: Path, ask: Callable[[str], str | None] = state_of) -> str:
 
 
 def _state(folder: Path, events: list[Event], ask: Callable[[str], str | None]) -> str:
-    job = unfinished_job(events)
-    state = ask(job) if job is not None else None
-    if state is not None:
-        return f"job {job}: {state}"
+    jobs = unfinished_jobs(events)
+    for job in jobs:
+        if (state := ask(job)) is not None:
+            return f"job {job}: {state}"
     if not events:
         return "no job has written into this folder yet"
     last = events[-1]
     if last.name == "done":
         return f"done, in job {last.job}"
     stopped = _stopped(folder)
-    if last.name == "stopped" or (stopped and last.name != "gave_up"):
+    if last.name == "stopped" or (stopped and last.name == "goes on"):  # else it may be of an earlier start
         return f"stopped at step {stopped.get('step', '?')} ({stopped.get('reason', '?')}); the same command goes on"
-    if job is not None:
-        return f"job {job} is not known to Slurm any more; its last word was `{last.name}`. The same command goes on"
+    if jobs:
+        return f"job {last.job} is not known to Slurm any more; its last word was `{last.name}`. The same command goes on"
     return f"{last.name.replace('_', ' ')} in job {last.job}; its log says why. Once that is mended the same command goes on"
 
 

@@ -51,6 +51,7 @@ def settings(overrides: Sequence[str], only: Sequence[str] = ()) -> RunConfig | 
     if cfg.cluster.scheduler == "none":
         want = "a cluster to submit to (conf/cluster/*.yaml)"
         raise ConfigError([Fault("cluster", cfg.cluster.name, want, EXAMPLE)])
+    os.chdir(work_folder(cfg))  # relative paths are judged as the job will see them
     device = cfg.site.device if cfg.site.device != "auto" else "cuda" if cfg.cluster.gpus_per_node else "cpu"
     faults = [
         fault
@@ -75,13 +76,20 @@ def num_ranks(cfg: RunConfig) -> int:
     return cfg.cluster.nodes * derive.ranks_per_node(cfg.cluster)
 
 
+def work_folder(cfg: RunConfig) -> Path:
+    """The folder that the job runs in. Raises ConfigError if it cannot be that."""
+    work = Path(cfg.cluster.work).expanduser() if cfg.cluster.work else Path.cwd()
+    if not work.is_absolute() or not work.is_dir():
+        want = "a folder that is there, as a path from / on, which the nodes see too"
+        raise ConfigError(
+            [Fault("cluster.work", cfg.cluster.work, want, "check the path, or cluster.work=null")]
+        )
+    return work
+
+
 def places(cfg: RunConfig, tell: Callable[[str], None]) -> tuple[Path, Path]:
     """The folder that the job runs in, and the run folder, both absolute."""
-    work = Path(cfg.cluster.work).expanduser() if cfg.cluster.work else Path.cwd()
-    if not work.is_absolute():
-        raise ConfigError(
-            [Fault("cluster.work", cfg.cluster.work, "a path from / on", f"cluster.work={work.resolve()}")]
-        )
+    work = work_folder(cfg)
     tell(
         f"run: {cfg.name}, {cfg.cluster.nodes} node(s) x {derive.ranks_per_node(cfg.cluster)} rank(s), in {work}"
     )
@@ -121,9 +129,10 @@ def _hand_over(
         tell(f"dry=true: not submitted. By hand: sbatch {shlex.quote(str(script))}")
         return
     job = batch.submit_script(script)
-    for run in runs:
+    for index, run in enumerate(runs):
+        own = f"{job}_{index}" if len(runs) > 1 else job
         run.mkdir(parents=True, exist_ok=True)
-        record.append(run, "submitted", job, time.strftime("%Y-%m-%dT%H:%M:%S%z"), host=os.uname().nodename)
+        record.append(run, "submitted", own, time.strftime("%Y-%m-%dT%H:%M:%S%z"), host=os.uname().nodename)
     place, each = shlex.quote(str(runs[0])), " (so for each run)" if len(runs) > 1 else ""
     tell(
         f"submitted: job {job}\n"
@@ -135,13 +144,12 @@ def _hand_over(
 
 def _refuse_second(run: Path) -> None:
     """One job at a time in a run folder: the second would only fail once it has its nodes."""
-    job = record.unfinished_job(record.read_record(run))
-    state = batch.state_of(job) if job is not None else None
-    if state is not None:
-        raise LaunchError(
-            f"{run} belongs to job {job} ({state}). Fix: wait for it, scancel {job}, or give this run another name: "
-            "name=NEW_NAME"
-        )
+    for job in record.unfinished_jobs(record.read_record(run)):
+        if (state := batch.state_of(job)) is not None:
+            raise LaunchError(
+                f"{run} belongs to job {job} ({state}). Fix: wait for it, scancel {job}, or give this run another name: "
+                "name=NEW_NAME"
+            )
 
 
 def write_script(path: Path, text: str) -> Path:
@@ -204,8 +212,8 @@ def _submit_prepare(
         tell(f"script: {script}\n  {batch.lint(script)}")
     if request.dry:
         tell(
-            f"dry=true: not submitted. By hand: sbatch {array}, and behind it\n"
-            f"  sbatch --dependency=afterok:JOB --kill-on-invalid-dep=yes {merge}"
+            f"dry=true: not submitted. By hand: sbatch {shlex.quote(str(array))}, and behind it\n"
+            f"  sbatch --dependency=afterok:JOB --kill-on-invalid-dep=yes {shlex.quote(str(merge))}"
         )
         return
     job = batch.submit_script(array)

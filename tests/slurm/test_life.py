@@ -130,6 +130,8 @@ def test_fault_of_the_code_does_not_loop(cluster: Cluster, work: Path) -> None:
         "data=text",
         f"data.path={work / 'short.txt'}",
         "data.train_tokenizer=true",
+        "data.vocab_size=272",
+        "model.architecture.vocab_size=272",
         "parallel.sp=2",
     ]
     job = submit(cluster, work, *more, "name=faulty", "cluster.launcher=srun", QUIET)

@@ -29,6 +29,8 @@ def read(form: str, record: Any, **data: Any) -> Conversation | Completion:
         ("messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, A]}, [U, A]),
         ("messages", {"messages": [{**U, "name": "Kim"}, A]}, [{**U, "name": "Kim"}, A]),
         ("sharegpt", {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, [U, A]),
+        ("sharegpt", {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", "weight": 0}]},
+         [U, {**A, "weight": 0}]),
         ("sharegpt", {"system": "s", "conversations": [{"from": "user", "value": "q"}]}, [S, U]),
         ("sharegpt", {"conversations": [{"from": "system", "value": "s"}, {"from": "observation", "value": "a"}]},
          [S, {"role": "tool", "content": "a"}]),
@@ -69,6 +71,23 @@ def test_tools_and_calls(tools: Any, arguments: Any) -> None:
     bare = json.dumps({"name": "look", "arguments": {"x": 1}})
     spoken = [{"from": "human", "value": "q"}, {"from": "function_call", "value": bare}]
     assert read("sharegpt", {"conversations": spoken, "tools": tools}) == Conversation([U, said], [TOOL])
+
+
+def test_nulls_that_only_fill_columns_are_taken_out() -> None:
+    """Parquet gives all calls and tools the fields of any; in JSON a null was written by someone."""
+    arguments = {"x": 1, "of": {"y": None}, "each": [{"z": None}]}
+    calls = [{"function": {"name": "look", "arguments": {**arguments, "other": None}}}]
+    tool = {"function": {"name": "look", "parameters": {"x": {"type": "int"}, "other": None}}}
+    record = {"messages": [U, {"role": "assistant", "content": None, "tool_calls": calls}], "tools": [tool]}
+    for source in ("parquet", "hf", "jsonl"):
+        found = read("messages", record, source=source)
+        assert isinstance(found, Conversation)
+        given = found.messages[1]["tool_calls"][0]["function"]["arguments"]
+        if source == "jsonl":
+            assert given == {**arguments, "other": None} and found.tools == [tool]
+        else:
+            assert given == {"x": 1, "of": {}, "each": [{}]}
+            assert found.tools == [{"function": {"name": "look", "parameters": {"x": {"type": "int"}}}}]
 
 
 @pytest.mark.parametrize(

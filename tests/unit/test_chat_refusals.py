@@ -137,6 +137,34 @@ def test_a_turn_that_the_template_does_not_print_is_refused(make: Make) -> None:
     encoder = make(Family(family.specials, family.eos, template, template, family.pieces))
     with pytest.raises(BadRecord, match="prints nothing for turn 1, of role developer"):
         encoder.encode({"messages": [ASKED, {"role": "developer", "content": "be brief"}, SAID]})
+    with pytest.raises(BadRecord, match="prints nothing for turn 1"):  # its words stand in <|im_end|>
+        encoder.encode({"messages": [ASKED, {"role": "developer", "content": "end"}, SAID]})
+
+
+def test_a_turn_that_the_template_prints_before_its_loop_is_none_left_out(make: Make) -> None:
+    family = FAMILIES["chatml"]
+    loop = "{%- for message in messages %}"
+    before = (
+        "{{ '<|im_start|>system\\n' + messages[0].content | trim + '<|im_end|>\\n' }}"
+        + loop
+        + "{%- if not loop.first %}"
+    )
+    template = family.template.replace(loop, before).replace("{%- endfor", "{%- endif %}{%- endfor", 1)
+    encoder = make(Family(family.specials, family.eos, template, template, family.pieces))
+    turns = [{"role": "system", "content": " end "}, ASKED, SAID]
+    assert learned(encoder, encode(encoder, turns)) == ["The answer.<|im_end|>"]
+
+
+def test_the_advice_without_a_template_is_one_that_serves(tmp_path: Path) -> None:
+    for specials, eos, advice in (
+        (["<s>", "</s>"], "</s>", r"=FILE, whose assistant turns end in </s>"),
+        (["<|im_start|>", "<|im_end|>"], "<|im_end|>", r"=conf/chat/chatml\.jinja"),
+    ):
+        folder = str(tmp_path / eos.strip("</|>"))
+        make_tokenizer(specials, eos).save_pretrained(folder)
+        with pytest.raises(ConfigError, match=f"none of its own.*{advice}"):
+            ChatEncoder(folder, DataConfig(format="messages"))
+    assert ChatEncoder(folder, DataConfig(format="messages", chat_template="conf/chat/chatml.jinja"))
 
 
 def test_fingerprint_covers_all_that_decides(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from stack.config.chat_checks import chat_faults
 from stack.config.schema import RunConfig
 from stack.config.schema_data import DataConfig, MixturePart
 from stack.data.batch import IGNORE
-from stack.data.chat.encode import ChatEncoder, Skipped
+from stack.data.chat.encode import ChatEncoder, Encoded, Skipped
 from stack.data.loader import Loader
 from stack.data.prepare import ensure_stores
 from stack.data.store import TokenStore
@@ -100,6 +100,34 @@ def test_a_bad_record_stops_with_its_line_or_is_counted(tmp_path: Path) -> None:
         "no messages": 1,
     }
     assert store.num_documents == 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_forged_control_tokens_and_empty_answers_are_told(tmp_path: Path, workers: int) -> None:
+    def chat(asked: str, answer: str, **more: Any) -> dict[str, Any]:
+        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer, **more}]
+        return {"messages": turns}
+
+    records = [
+        chat("q", "a"), chat("q", "one<|eot_id|>two"), chat("<|start_header_id|>", "a"), chat("q", " "),
+        chat("q", "<eot>"), {"messages": chat("q", "", weight=0)["messages"] + chat("q", "a")["messages"]},
+    ]  # fmt: skip
+    tokenizer = FAMILY.save(tmp_path / "tokenizer")
+    _, store = make(tmp_path, records, tokenizer, prepare_workers=workers)
+    assert store.num_documents == len(records)
+    notes = [note for note in store.info.notes if " records " in note]
+    assert len(notes) == 2
+    assert notes[0].startswith("2 records whose content spells out control tokens") and "line 2" in notes[0]
+    assert notes[1].startswith("1 records with an empty answer") and "line 4" in notes[1]
+    encoder = ChatEncoder(tokenizer, DataConfig(format="prompt_completion"))
+    for prompt, completion, count in (
+        ("q", "a", 0),
+        ("q<|begin|>", "a", 1),
+        ("q", "", 1),
+        ("q", "<|end|>", 1),
+    ):
+        found = encoder.encode({"prompt": prompt, "completion": completion})
+        assert isinstance(found, Encoded) and len(found.remarks) == count
 
 
 def test_another_template_or_target_makes_another_store(tmp_path: Path) -> None:

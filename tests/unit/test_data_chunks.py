@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import random
 import re
+import unicodedata
 
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from stack.data.chunks import SAFE_CUT, SPLIT_PATTERNS, cut_text, safe_cut
+from stack.data import chunks
+from stack.data.chunks import LETTERS, SAFE_CUT, SPLIT_PATTERNS, cut_text, safe_cut
+from stack.errors import DataError
 
 PIECES = [
     *("a", "Bc", "don't", "'s", "'S", "we'LL", "1", "12", "345678", " ", "  ", "    ", "\n", "\n\n", "\r\n", "\t"),
     *("...", "!?", "(", "\"", "'", "/", "//\n", "-", "_", "é", "e\u0301", "\u0301", "ß", "Ж", "漢字", "漢字，", "。", "、\n"),
     *("한국어", "ᄒ", "ᅡ", "안녕 ", "ひらがな", "カタ", "😀", "👩\u200d💻", "\u200b", "\u00a0", "\u2028", "\u3000", "\x1c"),
     *("\x85", "\ufeff", "٣", "Ⅷ", "½", "ﬁ", "\ud7ff", "𝒳", "ʰ", "<|endoftext|>", "<x>", "\x00"),
+    *("ภาษา", "ที่", "เสียง ", "नमस्ते", "क्षि ", "سلام", "سَلَام ", "שלום", "שָׁ", "ქართ", "Հայ", "\u0e33", "\u180e", "\u2060"),
 ]  # fmt: skip
 NASTY = "".join(PIECES) * 2
 
@@ -117,6 +121,27 @@ def test_chunks_are_bounded_and_blocks_do_not_matter() -> None:
     assert max(map(len, by_block)) <= 200 and "".join(by_block) == text
     odd = list(cut_text(re.findall(r"(?s).{1,7}", text), SAFE_CUT, size=100))
     assert "".join(odd) == text and max(map(len, odd)) <= 200
+
+
+def test_letters_are_letters_and_join_nothing() -> None:
+    for begin, end in re.findall(r"(.)-(.)", LETTERS):
+        for code in range(ord(begin), ord(end) + 1):
+            assert unicodedata.category(chr(code)).startswith("L"), hex(code)
+
+
+@pytest.mark.parametrize("words", ["ที่เสียง", "नमस्ते", "سلام", "שלום", "ქართ", "Հայերեն"])
+def test_chunks_of_other_scripts_are_bounded(words: str) -> None:
+    assert max(map(len, cut_text([f"{words} " * 500], SAFE_CUT, size=100))) <= 200
+
+
+def test_a_text_without_a_place_is_refused_where_it_grows_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "MOST_CHARS", 1000)
+    taken = []
+    blocks = (taken.append(1) or "ACGT" * 25 for _ in range(100))
+    with pytest.raises(DataError, match=r"dna\.txt: more than 1,000 characters without a place"):
+        list(cut_text(blocks, SAFE_CUT, size=100, where="dna.txt"))
+    assert len(taken) == 11
+    assert "".join(cut_text(["ACGT " * 1000], SAFE_CUT, size=100)) == "ACGT " * 1000
 
 
 def test_text_without_a_place_stays_whole_in_linear_work() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from stack.config.compose import compose_config
 from stack.data import build
+from stack.data import command as command_module
 from stack.data.command import LENGTHS, Command, prepare, take_command
 from stack.data.megatron import MegatronIndex
 from stack.data.prepare import ArrayTask
@@ -36,6 +37,9 @@ def test_own_arguments(arguments: list[str], expected: Command, rest: list[str])
         (["merge=yes"], "true or false"),
         (["shard=0/2", "merge=true"], "when all machines are done"),
         (["shard=0/2", "export=x"], "when all machines are done"),
+        (["preview=1", "shard=0/2"], "no shard beside it"),
+        (["preview=1", "merge=true", "export=x"], "no export or merge beside it"),
+        (["export="], "a folder to write to.*export=FOLDER"),
     ],
 )
 def test_arguments_that_cannot_be(arguments: list[str], message: str) -> None:
@@ -74,3 +78,24 @@ def test_two_machines_a_merge_and_an_export(tmp_path: Path, monkeypatch: pytest.
     assert contents[0] == contents[1] and Path(LENGTHS) in contents[0] and merged.name == alone.name
     index = MegatronIndex(tmp_path / "megatron" / f"{alone.name}.idx")
     assert index.num_documents == 12
+
+
+def test_a_store_without_room_for_the_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a folder that may only be read: the tokens serve without it."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(command_module, "draw_lengths", refuse)
+    settings = [
+        "parallel.sp=1",
+        "data=random",
+        "data.random_tokens=1000",
+        f"data.store={tmp_path}",
+        "schedule.steps=1",
+    ]
+    (share,) = prepare(compose_config(settings), Command())
+    assert share.store.num_tokens == 1000
+    assert "no picture of their lengths" in capsys.readouterr().out

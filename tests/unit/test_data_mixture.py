@@ -61,6 +61,16 @@ def test_weights_are_shares_of_tokens_and_the_scarcest_part_is_read_once(stores:
     assert mixture_of(stores, weight=[60, 2, 200]).rows == [30, 1, 100]
 
 
+def test_shares_that_are_not_the_weights_are_told(tmp_path: Path) -> None:
+    few = [counting_store(tmp_path / str(rows), [SEQ * rows]) for rows in (4, 500)]
+    mixture = mixture_of(few, weight=[3, 1])
+    assert mixture.rows == [4, 1]
+    assert mixture.describe()[2].startswith("warning:")
+    assert "b 20.0% (asked 25.0%)" in mixture.describe()[2] and "epochs in place" in mixture.describe()[2]
+    for sound in (mixture_of(few, weight=[1, 2]), mixture_of(few, epochs=[3, 0.01]), mixture_of(few[1:])):
+        assert "warning" not in "".join(sound.describe())
+
+
 def test_shares_count_tokens_and_not_rows(tmp_path: Path) -> None:
     """Rows of the second part are half full: it takes twice as many of them for the same share."""
     full, half = (

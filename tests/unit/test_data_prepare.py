@@ -364,3 +364,32 @@ def test_control_tokens_in_the_text_are_said(data: DataConfig) -> None:
     (Path(str(data.path)) / "00.txt").write_text(f"one {END_OF_TEXT} two {END_OF_TEXT}")
     store = prepare(data)
     assert "2 control tokens are spelled out in the text" in describe(store)
+
+
+def test_a_damaged_plan_is_named_with_the_way_out(data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a power loss leaves it: empty."""
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "join_shards", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare(data)
+    (plan,) = Path(data.store).glob("*.partial/units/plan.json")
+    plan.write_bytes(b"")
+    with pytest.raises(DataError, match=r"plan\.json: no whole plan.*delete .*\.partial and start again"):
+        prepare(data)
+
+
+def test_plan_and_trained_tokenizer_reach_the_disk_before_their_names(
+    data: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(build, "sync", lambda path: synced.append(path.name))
+    prepare(data)
+    ends = [name for name in synced if name.endswith(".part")]
+    assert [name.partition(".")[0] for name in ends] == ["tokenizer", "plan"] and "tokenizer.json" in synced
+
+
+def test_a_store_whose_info_is_a_list(data: DataConfig) -> None:
+    folder = prepare(data).folder
+    (folder / "store.json").write_text("[]")
+    with pytest.raises(DataError, match="no whole token store"):
+        TokenStore(folder)

@@ -60,6 +60,13 @@ def test_chats_show_what_is_learned_with_ids_and_boundaries(
     assert not (tmp_path / "store").exists(), "nothing is prepared"
 
 
+def test_forged_control_tokens_are_told(chats: tuple[DataConfig, str]) -> None:
+    assert "note:" not in shown(chats[0], 2, chats[1]).partition("═══")[2]
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a<|im_end|>b"}]
+    Path(str(chats[0].path)).write_text(json.dumps({"messages": turns}) + "\n")
+    assert "note: a record whose content spells out control tokens" in shown(chats[0], 1, chats[1])
+
+
 def test_colours_are_for_terminals_that_want_them(
     chats: tuple[DataConfig, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,16 +9,21 @@ import os
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from stack.config.schema_data import DataConfig
+from stack.data.megatron import HEADER, MAGIC
 from stack.data.sources import SOURCES, SourceRequest, Tally, all_documents
 from stack.data.sources import text as text_module
 from stack.errors import ConfigError, DataError
+from tests.stores import store_of_ids
 
 
 def read(
-    source: Literal["stdlib", "text", "jsonl"],
+    source: Literal["stdlib", "text", "jsonl", "parquet", "tokens"],
     path: Path | str,
     policy: Literal["stop", "skip"] = "skip",
     **fields: str,
@@ -151,6 +156,11 @@ def test_a_bad_line_stops_with_its_number(tmp_path: Path, reason: str) -> None:
         read("jsonl", file, "stop")
 
 
+def test_an_integer_too_long_for_python(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "a.jsonl", [*GOOD_LINES, b'{"text": "a", "n": ' + b"1" * 5000 + b"}\n"])
+    assert read("jsonl", file)[1] == {"not JSON": 1}
+
+
 def test_a_cut_last_line_is_named_as_such(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "a.jsonl", [*GOOD_LINES, b'{"text": "cut o'])
     with pytest.raises(DataError, match=r"line 4: not JSON .*the file may be cut off"):
@@ -188,3 +198,69 @@ def test_standard_library_is_real_text() -> None:
     assert list(found) == sorted(found, key=os.fsencode)
     assert not [place for place in found if "site-packages" in place or "/test/" in f"/{place}"]
     assert set(dropped) <= {"blank", "not UTF-8"}
+
+
+def test_what_preparation_and_runs_write_is_no_source(tmp_path: Path) -> None:
+    """A store beside the user's files, one in the making, its lock and a run's folder change nothing."""
+    (tmp_path / "mine" / "deep").mkdir(parents=True)
+    (tmp_path / "mine" / "deep" / "a.txt").write_text("mine")
+    (tmp_path / "mine" / "yarn.lock").write_text("mine too")
+    store_of_ids(tmp_path / "text-0123456789abcdef", [[1, 2, 3]])
+    (tmp_path / "text-fedcba9876543210.partial" / "units").mkdir(parents=True)
+    (tmp_path / "text-fedcba9876543210.partial" / "units" / "plan.json").write_text("{}")
+    (tmp_path / "text-0123456789abcdef.lock").touch()
+    (tmp_path / "out" / "run").mkdir(parents=True)
+    for name in ("config.yaml", "metrics.jsonl", "lock"):
+        (tmp_path / "out" / "run" / name).write_text("{}")
+    for path in (tmp_path, f"{tmp_path}/**/*"):
+        assert list(read("text", path, "stop")[0]) == ["mine/deep/a.txt", "mine/yarn.lock"]
+
+
+def test_a_folder_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "shut").mkdir()
+    (tmp_path / "a.txt").write_text("open")
+    scan = os.scandir
+
+    def refuse(path: str) -> object:
+        if str(path).endswith("shut"):
+            raise PermissionError(13, "Permission denied", path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataError, match=r"shut: the folder cannot be read \(Permission denied\)"):
+        read("text", tmp_path)
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_a_bad_byte_in_parquet_is_a_fault_of_its_row(tmp_path: Path, policy: Literal["stop", "skip"]) -> None:
+    raw = pa.array([b"one", b"t\xacwo", b"three"], pa.binary())
+    text = pa.StringArray.from_buffers(3, raw.buffers()[1], raw.buffers()[2])
+    pq.write_table(pa.table({"text": text}), tmp_path / "a.parquet")
+    if policy == "stop":
+        with pytest.raises(DataError, match=r"a\.parquet, row 2: 0xAC is not UTF-8"):
+            read("parquet", tmp_path, policy)
+    else:
+        found, dropped, _ = read("parquet", tmp_path, policy)
+        assert found == {"a.parquet:1": "one", "a.parquet:3": "three"} and dropped == {"not UTF-8": 1}
+
+
+def test_ids_of_32_bits_are_not_read_as_16(tmp_path: Path) -> None:
+    ids = np.arange(100, 140_000, 1000)
+    ids.astype("<u4").tofile(tmp_path / "a.bin")
+    assert read("tokens", tmp_path)[1] == {"unreadable": 1}
+    with pytest.raises(DataError, match=r"a\.bin: .*data\.token_dtype=uint32"):
+        read("tokens", tmp_path, "stop")
+    assert list(read("tokens", tmp_path, "stop", token_dtype="uint32")[0]) == ["a.bin:0"]
+    np.tile([0, 1, 2, 3], 20).astype("<u2").tofile(tmp_path / "a.bin")
+    assert list(read("tokens", tmp_path, "stop")[0]) == ["a.bin:0"], "a small vocabulary is none"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "bounds"), [([2, -1], [0, 1, 2]), ([2, 1], [0, 9, 2]), ([2, 1], [0, 1, 3])]
+)
+def test_an_index_of_megatrons_that_cannot_be(tmp_path: Path, lengths: list[int], bounds: list[int]) -> None:
+    np.array([1, 2, 3], "<u2").tofile(tmp_path / "a.bin")
+    arrays = [np.array(lengths, "<i4"), np.array([0, 4], "<i8"), np.array(bounds, "<i8")]
+    index = HEADER.pack(MAGIC, 1, 8, 2, len(bounds)) + b"".join(one.tobytes() for one in arrays)
+    (tmp_path / "a.idx").write_bytes(index)
+    assert read("tokens", tmp_path)[1] == {"unreadable": 1}

@@ -19,7 +19,7 @@ TABLE: list[dict[str, Any]] = json.loads((REPO_ROOT / "tests" / "plan" / "exact.
 PRESETS = ("plain", "checkpoint", "alst", "lean")
 APART = 0.03
 FURTHER_APART = {("qwen3_30b_a3b_1m", "alst"): 0.04}
-"""3.4 % too low: with tiled experts DeepSpeed has one matrix of experts more on the device than its rules, as replayed, say."""
+"""3.4 % too low: 0.75 GiB of gathered weights, a buffer for several parameters, outlives its copies longer than replayed."""
 SMALL = [
     *(
         "model=bench",
@@ -62,6 +62,11 @@ def test_ready_experiments_are_within_three_percent(row: dict[str, Any]) -> None
     for kind in ("all-to-all", "reduce-scatter"):
         if row["ranks"] > 1 and kind in row.get("communication", {}):
             assert found.communication[kind] == row["communication"][kind]
+
+
+def test_a_million_tokens_of_8b_need_at_most_30_gib_of_each_of_8_gpus() -> None:
+    found = _planned(["+exp=qwen3_1m", "data.seq_len=1048576"], 8)
+    assert 16 * 8.19e9 / 8 < found.memory.peak.num_bytes <= 30 * 2**30
 
 
 def test_the_table_has_each_preset_of_its_experiments() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -12,15 +13,18 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from stack.config.schema_data import DataConfig
-from stack.data.chat.forms import BadRecord, Completion, read_record
+from stack.data.chat.forms import REASONING, BadRecord, Completion, Conversation, read_record
 from stack.data.chat.spans import SpanEncoder
 from stack.data.chat.template import given_template, leading_bos
 from stack.data.chat.turns import Span, TurnSpans
 from stack.data.tokenizer import TextEncoder, load_tokenizer
 from stack.errors import ConfigError, Fault
 
-RULES = 1
+RULES = 2
 """Raised when the same record and settings come to give other ids or targets, so that stores are made anew."""
+
+FORGED = "whose content spells out control tokens, which were read as such"
+EMPTY = "with an empty answer, of which the closing token alone is learned"
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,9 @@ class Encoded:
 
     targets: np.ndarray
     """bool [tokens]: which of them are learned, by place."""
+
+    remarks: tuple[str, ...] = ()
+    """What its user may not have meant: no fault, but to be counted. Each continues `records ...`."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,8 @@ class ChatEncoder:
             )
         self._spans = SpanEncoder(cast(Tokenizer, tokenizer.backend_tokenizer))
         self._bos = leading_bos(tokenizer)
+        special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._control = re.compile("|".join(map(re.escape, special)) or r"(?!)")
         plain = data.format == "prompt_completion"  # its records may be texts, which need no template
         self._turns = None if plain else TurnSpans(tokenizer, data)
         if plain and data.append_eos and self.text.eos_id is None:
@@ -117,7 +126,21 @@ class ChatEncoder:
         ids, targets = self._spans.encode(text, spans)
         if not targets[1:].any():  # nothing comes before the first token that could predict it
             return Skipped("nothing to learn")
-        return Encoded(ids, targets)
+        return Encoded(ids, targets, self._remarks(found))
+
+    def _remarks(self, found: Conversation | Completion) -> tuple[str, ...]:
+        """What is to be told of a record that is learned."""
+        if isinstance(found, Completion):
+            said = [found.prompt.removeprefix(self._bos), found.completion]
+            empty = not found.completion.strip()
+        else:
+            assert self._turns is not None, "it made the spans"
+            keys = ("content", "tool_calls", *REASONING)
+            said = [turn.get(key) for turn in found.messages for key in keys] + found.tools
+            wanted = [found.messages[number] for number in self._turns.wanted(found)]
+            empty = any(not turn["content"].strip() and not any(map(turn.get, keys[1:])) for turn in wanted)
+        forged = self._control.search(json.dumps(said, ensure_ascii=False, default=str))
+        return (FORGED,) * bool(forged) + (EMPTY,) * empty
 
     def _join(self, found: Completion) -> tuple[str, list[Span]]:
         """Prompt and completion as one text, BOS before and end-of-text behind as the tokenizer and settings have it."""

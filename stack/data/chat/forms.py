@@ -28,6 +28,9 @@ SHAREGPT_ROLES = {
 }
 """What `from` says there, and the role it means. `function_call` holds the calls as JSON."""
 
+COLUMN_SOURCES = ("parquet", "hf")
+"""Sources of columns, where all records have the fields of any: one that a record lacks comes as null."""
+
 Message = dict[str, Any]
 
 
@@ -70,6 +73,8 @@ class Completion:
 
 def read_record(record: dict[str, Any], data: DataConfig) -> Conversation | Completion:
     """A record in the form that `data.format` names. Raises BadRecord."""
+    if data.source in COLUMN_SOURCES:  # only there: a null that stands in JSON was written by someone
+        record = {name: _without_nulls(value) for name, value in record.items()}
     return FORMS[data.format](record, data)
 
 
@@ -91,9 +96,10 @@ def _sharegpt(record: dict[str, Any], data: DataConfig) -> Conversation:
         if role is None:
             raise _unknown_role(where, "from", source, SHAREGPT_ROLES)
         if source == "function_call":
-            turns.append({"role": role, "content": "", "tool_calls": _calls(value, f"{where}.value")})
+            said = {"content": "", "tool_calls": _calls(value, f"{where}.value")}
         else:
-            turns.append({"role": role, "content": value})
+            said = {"content": value}
+        turns.append({"role": role, **said, "weight": turn.get("weight")})
     return Conversation(_turns(turns, name), _tools(record, data))
 
 
@@ -129,6 +135,13 @@ FORMS: dict[str, Callable[[dict[str, Any], DataConfig], Conversation | Completio
     "alpaca": _alpaca,
     "prompt_completion": _prompt_completion,
 }
+
+
+def _without_nulls(value: Any) -> Any:
+    """The value without the keys of its objects that hold null, however deep."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _turns(given: Any, name: str) -> list[Message]:

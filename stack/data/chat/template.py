@@ -155,7 +155,11 @@ def effective_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> 
     if not isinstance(source, str):
         names = f" (it has several: {', '.join(source)})" if source else ""
         want = f"a file with a chat template, since the tokenizer has none of its own{names}"
-        fix = "data.chat_template=conf/chat/chatml.jinja, or a tokenizer with a template"
+        tokens = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        file = f"FILE, whose assistant turns end in {tokenizer.eos_token}, in the form that the model's card gives"
+        if {"<|im_start|>", "<|im_end|>"} <= tokens:
+            file = "conf/chat/chatml.jinja"
+        fix = f"data.chat_template={file}, or a tokenizer with a template"
         raise ConfigError([Fault("data.chat_template", data.chat_template, want, fix)])
     bos = str(tokenizer.bos_token or "")
     if not bos:

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stack.config.schema_data import DataConfig
 from stack.data.chat.forms import REASONING, BadRecord, Conversation, Message
-from stack.data.chat.template import ChatTemplate, Marks, template_fault
+from stack.data.chat.template import NONCHARACTERS, ChatTemplate, Marks, template_fault
 from stack.errors import ConfigError
 
 Span = tuple[int, int]
@@ -53,21 +53,24 @@ class TurnSpans:
         text = self.template.render(conversation.messages, conversation.tools)
         marks = self.template.marks(text, conversation)
         if marks is not None:
-            _check_printed(text, conversation, marks)
+            self._check_printed(text, conversation, marks)
         if self.loss_on == "all":
             return text, [(0, len(text))]
-        wanted = [
-            number
-            for number, turn in enumerate(conversation.messages)
-            if turn["role"] == "assistant" and number >= conversation.first and turn.get("weight", 1)
-        ]
-        if self.loss_on == "last":
-            wanted = wanted[-1:]
+        wanted = self.wanted(conversation)
         if not wanted:
             return text, []
         if self.template.has_generation:
             return text, self._marked(text, conversation, marks, wanted)
         return text, self._incremental(text, conversation, marks, wanted)
+
+    def wanted(self, conversation: Conversation) -> list[int]:
+        """Numbers of the assistant turns that are to be learned."""
+        wanted = [
+            number
+            for number, turn in enumerate(conversation.messages)
+            if turn["role"] == "assistant" and number >= conversation.first and turn.get("weight", 1)
+        ]
+        return wanted[-1:] if self.loss_on == "last" else wanted
 
     def _learn(self, data: DataConfig) -> None:
         """Generation prompt, closing token and ending of the template, from conversations of one to three turns."""
@@ -106,6 +109,32 @@ class TurnSpans:
         marks = self.template.marks(text, longer)
         same = text[: marks.turns.get(len(longer.messages) - 1, 0)] if marks else ""
         return whole.removeprefix(same) if same and whole.startswith(same) else ""
+
+    def _check_printed(self, text: str, conversation: Conversation, marks: Marks) -> None:
+        """Refuse a conversation with a turn that the template leaves out. Raises BadRecord.
+
+        A turn that the loop prints nothing for may stand elsewhere, as a system prompt in front of the loop. Its words may
+        be those of another turn or of the template itself, so the template is asked with words that are nobody's.
+        """
+        ends = dict(pairwise(sorted(marks.turns)))
+        silent = {}
+        sign = next(sign for sign in NONCHARACTERS if sign not in text)  # there is one, as for the marks
+        for number, place in marks.turns.items():
+            end = marks.turns[ends[number]] if number in ends else len(text)
+            if place == end and conversation.messages[number]["content"].strip():
+                silent[number] = f"{sign}{number}{sign}"
+        if not silent:
+            return
+        messages = [
+            {**turn, "content": silent.get(number, turn["content"])}
+            for number, turn in enumerate(conversation.messages)
+        ]
+        printed = self.template.render(messages, conversation.tools)
+        for number, words in silent.items():
+            if words not in printed:
+                role = conversation.messages[number]["role"]
+                detail = f"the chat template prints nothing for turn {number}, of role {role}"
+                raise BadRecord("turn unknown to the chat template", detail)
 
     def _marked(
         self, text: str, conversation: Conversation, marks: Marks | None, wanted: list[int]
@@ -237,15 +266,3 @@ def _chosen(conversation: Conversation, wanted: list[int]) -> Iterable[int]:
             break
         chosen.add(number)
     return sorted(chosen)
-
-
-def _check_printed(text: str, conversation: Conversation, marks: Marks) -> None:
-    """Refuse a conversation with a turn that the template leaves out. Raises BadRecord."""
-    ends = dict(pairwise(sorted(marks.turns)))
-    for number, place in marks.turns.items():
-        end = marks.turns[ends[number]] if number in ends else len(text)
-        turn = conversation.messages[number]
-        said = turn["content"].strip()
-        if place == end and said and said not in text:
-            detail = f"the chat template prints nothing for turn {number}, of role {turn['role']}"
-            raise BadRecord("turn unknown to the chat template", detail)

@@ -99,7 +99,7 @@ def _parse(line: bytes, where: str, tally: Tally) -> object | None:
     except UnicodeDecodeError as error:
         byte = line[error.start]
         return tally.fault("not UTF-8", where, size, f"0x{byte:02X} is not UTF-8 ({error.reason})")
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # Python refuses an integer of over 4,300 digits
         return tally.fault("not JSON", where, size, f"not JSON ({error}){cut}")
     return tally.fault("no record", where, size, "null in place of an object") if record is None else record
 

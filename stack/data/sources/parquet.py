@@ -68,6 +68,10 @@ class ParquetSource:
                 for record in self._records(table, groups):
                     row += 1
                     place, where = f"{file.place}:{row}", f"{file.path}, row {row}"
+                    if isinstance(record, UnicodeDecodeError):
+                        detail = f"0x{record.object[record.start]:02X} is not UTF-8 ({record.reason})"
+                        tally.fault("not UTF-8", where, len(record.object), detail)
+                        continue
                     document = self.reader.document(record, place, where, _size(record), tally)
                     if document is not None:
                         yield document
@@ -76,13 +80,23 @@ class ParquetSource:
             detail = f"the rest of row groups {unit.begin} to {(unit.end or 0) - 1} cannot be read ({_first_line(error)})"
             tally.fault("unreadable", where, 0, detail)
 
-    def _records(self, table: pq.ParquetFile, groups: range) -> Iterator[dict[str, object]]:
+    def _records(
+        self, table: pq.ParquetFile, groups: range
+    ) -> Iterator[dict[str, object] | UnicodeDecodeError]:
+        """Rows; in place of one with a bad byte, what is wrong with it."""
         known = self.reader.whole or self.reader.field in table.schema_arrow.names
         columns = [self.reader.field] if known and not self.reader.whole else None
         if not known:  # every row lacks the field; one small column says how many there are
             columns = table.schema_arrow.names[:1]
         for batch in table.iter_batches(BATCH_ROWS, list(groups), columns, use_threads=False):
-            yield from batch.to_pylist()
+            try:
+                yield from batch.to_pylist()
+            except UnicodeDecodeError:  # raised before the first is given: row by row
+                for row in range(batch.num_rows):
+                    try:
+                        yield from batch.slice(row, 1).to_pylist()
+                    except UnicodeDecodeError as error:
+                        yield error
 
 
 def _size(record: dict[str, object]) -> int:

@@ -86,7 +86,12 @@ class TokenFilesSource:
             raise ValueError(
                 f"its size is no multiple of {dtype.itemsize} bytes, data.token_dtype={self.dtype}"
             )
-        return np.memmap(path, dtype, "r", skipped, (count,)) if count else np.zeros(0, dtype)
+        tokens = np.memmap(path, dtype, "r", skipped, (count,)) if count else np.zeros(0, dtype)
+        begin = tokens[:BLOCK_TOKENS]
+        # Of ids of 32 bits, every second half is the high one: below 4 for a vocabulary of up to 262,144.
+        if dtype.itemsize == 2 and count >= 32 and begin[1::2].max() < 4 <= begin[::2].max():
+            raise ValueError("its ids have 32 bits, not 16: every second is below 4; data.token_dtype=uint32")
+        return tokens
 
     def _plain_cuts(self, number: int, size: int) -> list[tuple[int, int]]:
         """(end, bytes) of each unit: ends of documents."""

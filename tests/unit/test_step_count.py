@@ -1,0 +1,16 @@
+"""What the count of a step makes of operators that torch runs differently where a mode looks on."""
+
+from __future__ import annotations
+
+import torch
+
+from stack.bench.step_count import Counted
+
+
+def test_the_gradient_of_a_lookup_is_written_into_zeros_and_not_into_a_copy_of_them() -> None:
+    table = torch.ones(1024, 1024, requires_grad=True)
+    with Counted(torch.device("cpu")) as live:
+        looked_up = table[torch.arange(4)].sum()
+        live.restart("backward")
+        looked_up.backward()
+    assert 4 * 2**20 <= live.phases["backward"].num_bytes < 5 * 2**20
