@@ -107,7 +107,7 @@ class ClusterConfig:
     """Shell lines that prepare the environment, on the first node before the ranks start."""
 
     environment: dict[str, Any] = field(default_factory=dict)
-    """Environment variables of all ranks; they win over those of `network`."""
+    """Environment variables of all ranks; they win over those of `network`, and null leaves one out."""
 
     network: Literal["default", "infiniband", "efa", "ethernet"] = "default"
     """Variables for NCCL that fit the fabric between the nodes (`stack/submit/network.py`). `default`: none, since NCCL finds

@@ -20,12 +20,12 @@ LONG = pytest.mark.slurm_long
 @pytest.mark.parametrize(
     ("launcher", "ranks"),
     [
-        ("deepspeed", 1),
         ("deepspeed", 2),
         ("torchrun", 2),
-        ("srun", 2),
+        pytest.param("deepspeed", 1, marks=LONG),  # as in test_hostfile.py
         pytest.param("torchrun", 1, marks=LONG),
         pytest.param("srun", 1, marks=LONG),
+        pytest.param("srun", 2, marks=LONG),
     ],
 )
 def test_follows_the_golden_curve(launcher: str, ranks: int, cluster: Cluster, work: Path) -> None:

@@ -102,6 +102,18 @@ def test_wrong_address_is_named(address: str, said: str, start: Callable[..., tu
     refused(*start(HEAD_ADDRESS=address), said)
 
 
+def test_no_environment_and_fewer_cpus_than_ranks(cluster: Cluster, work: Path) -> None:
+    """As where a site sets SBATCH_EXPORT=NONE, and a job that asked for no CPUs gets one."""
+    folder = work / "bare"
+    folder.mkdir()
+    given = f"RUN_FOLDER={folder} RANKS_PER_NODE=2\nexport DS_ACCELERATOR=cpu\nrun_job\n"
+    (folder / "job.sh").write_text(SCRIPT.replace("run_job\n", given))
+    options = ["--export=NONE", "--cpus-per-task=1", f"--output={folder}/out"]
+    ended = cluster.wait(cluster.submit(*options, str(folder / "job.sh")), LIMIT_S + 60)
+    output = (folder / "out").read_text()
+    assert ended.code == 0 and "2 node(s), 4 rank(s) are fine" in output, output
+
+
 def test_two_jobs_at_once_on_the_same_nodes(cluster: Cluster, work: Path) -> None:
     (work / "job.sh").write_text(SCRIPT)
     jobs, folders = [], [work / "one", work / "two"]

@@ -36,7 +36,7 @@ if [ "$SLURM_NODEID" = 0 ]; then eval "$BEHAVIOUR"; fi
 [ "$SLURM_NODEID" != "$FAILING_NODE" ]""",
     "python": """case "$*" in
 "-m stack.submit.folder"*) echo "$PWD/run" ;;
-"-m stack.submit.preflight "*) exit "$PREFLIGHT_CODE" ;;
+"-m stack.submit.preflight "*) eval "${PREFLIGHT:-}"; exit "$PREFLIGHT_CODE" ;;
 *) exec torchrun "$@" ;;
 esac""",
 }
@@ -141,7 +141,7 @@ def test_each_node_gets_its_launcher(launcher: str, tasks: int, want: str, clust
     assert got == [want.replace("NODE", str(node)) for node in range(5)]
     (step,) = calls(cluster, "srun")
     assert step.startswith(
-        f"--ntasks-per-node={tasks} --ntasks={5 * tasks} --cpus-per-task={64 // tasks} --kill-on-bad-exit=1 "
+        f"--ntasks-per-node={tasks} --ntasks={5 * tasks} --cpus-per-task={64 // tasks} --export=ALL "
     )
     assert Path(project, "run", "hostfile").read_text().split("\n")[:2] == ["a01 slots=8", "a02 slots=8"]
 
@@ -169,11 +169,28 @@ def test_port_in_use_is_passed_over(cluster: dict[str, str]) -> None:
     assert records(cluster)[0]["address"] == f"127.0.0.1:{20000 + (port + 1) % 10000}"
 
 
+def test_fewer_cpus_than_ranks(cluster: dict[str, str]) -> None:
+    """Slurm refuses them unless it is told to share."""
+    start({**cluster, "SLURM_CPUS_ON_NODE": "1"})
+    assert [" --overcommit " in step for step in calls(cluster, "srun")] == [True, False]
+
+
+def test_gpus_that_deepspeed_would_not_take(cluster: dict[str, str]) -> None:
+    ended = start({**cluster, "RANKS_PER_NODE": "2", "CUDA_VISIBLE_DEVICES": "4,5"})
+    assert (
+        ended.returncode == 2 and "deepspeed would take 0,1. Fix: cluster.launcher=torchrun" in ended.stderr
+    )
+    for fine in ({"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "4,5", "LAUNCHER": "torchrun"}):
+        assert start({**cluster, "RANKS_PER_NODE": "2", **fine}).returncode == 0
+
+
 def test_failures_are_passed_on(cluster: dict[str, str], tmp_path: Path) -> None:
     assert start({**cluster, "FAILING_NODE": "3"}).returncode == 1
     assert events(cluster) == ["start", "failed"]
     assert start({**cluster, "SLURM_JOB_NODELIST": "unknown"}).returncode != 0
-    assert start({**cluster, "LAUNCHER": "mpirun", "SLURM_JOB_ID": "5"}).returncode == 2
+    for wrong in ({"LAUNCHER": "mpirun"}, {"RESTART": "always"}, {"RESTART": "chain", "SCRIPT": ""}):
+        ended = start({**cluster, **wrong})
+        assert ended.returncode == 2 and ": expected " in ended.stdout
     (tmp_path / "launch" / "slurm").unlink()
     ended = start(cluster)
     assert ended.returncode == 2 and "submit from the project's folder" in ended.stderr
@@ -229,6 +246,24 @@ def test_preemption_goes_on_and_scancel_ends(cluster: dict[str, str]) -> None:
     ]
 
 
+def test_preemption_during_the_preflight_goes_on(cluster: dict[str, str]) -> None:
+    batch = "$(ps -o ppid= $(ps -o ppid= $(ps -o ppid= $PPID)))"
+    preempted = f"kill -TERM {batch}; until grep -q 'show job' \"$CALLS\"; do sleep 0.02; done"
+    bad = {"PREFLIGHT": f'[ -n "${{SLURM_RESTART_COUNT:-}}" ] || {{ {preempted}; exit 143; }}'}
+    assert live(cluster, "", "", **bad) == [KILLED, 0]
+    assert events(cluster) == ["start", "goes on", "start", "done"]
+    Path(cluster["CALLS"]).unlink()
+    assert live(cluster, "", JOB_STATE="COMPLETING", **bad) == [0]
+    assert events(cluster)[4:] == ["start", "stopped"]
+
+
+def test_count_that_was_cut_short(cluster: dict[str, str], tmp_path: Path) -> None:
+    """By the loss of the node that wrote it."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "starts").touch()
+    assert live(cluster, "exit 3", "") == [KILLED, 0]
+
+
 def test_what_gave_up_may_be_submitted_again(cluster: dict[str, str]) -> None:
     assert live(cluster, "exit 3", "exit 3", MAX_FAILURES="1") == [1]
     assert live(cluster, "exit 3", MAX_FAILURES="1", SLURM_JOB_ID="123457") == [1]
@@ -264,9 +299,10 @@ def test_chain(cluster: dict[str, str]) -> None:
     """The next job is there from the start, counts on, and is taken back when nothing is left to do."""
     chain = {**cluster, "RESTART": "chain"}
     stop = f"sleep 0.01; {SAVE % 1}; {STOP % 'SIGUSR1'}"
-    assert start({**chain, "BEHAVIOUR": stop}).returncode == 0
+    assert start({**chain, "BEHAVIOUR": stop}, "seed=1").returncode == 0
     (command,) = calls(cluster, "sbatch")
-    assert command == "--parsable --export=ALL --dependency=afterany:123456 job.sbatch CHAINED=123456"
+    assert command == "--parsable --export=ALL --dependency=afterany:123456 job.sbatch seed=1 CHAINED=123456"
+    assert records(cluster)[0]["next"] == "777"
     assert "scancel" not in Path(cluster["CALLS"]).read_text()
     follower = {**chain, "SLURM_JOB_ID": "777", "CHAINED": "123456"}
     assert start({**follower, "BEHAVIOUR": "exit 3"}).returncode == 3

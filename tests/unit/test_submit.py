@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from stack.config.derive import REPO_ROOT, time_limit_s
 from stack.config.schema import RunConfig
 from stack.config.schema_cluster import ClusterConfig
 from stack.errors import ConfigError, LaunchError
-from stack.submit import record
+from stack.submit import batch, record
 from stack.submit.arguments import read_arguments, sweep_runs
 from stack.submit.environment import NETWORKS, container_lines, environment_lines
 from stack.submit.script import Task, train_script
@@ -121,6 +122,44 @@ def test_second_job_in_a_run_folder_is_refused(place: Path, monkeypatch: pytest.
     assert "submitted: job 102" in said(*RUN)
 
 
+def test_chained_job_counts_too(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of a chain is over and the next one waits."""
+    monkeypatch.setattr("stack.submit.batch.state_of", lambda job: "PENDING" if job == "777" else None)
+    folder = place / "runs" / "qwen3_1m"
+    folder.mkdir(parents=True)
+    record.append(folder, "start", "101", "now", next="777")
+    record.append(folder, "goes on", "101", "now")
+    with pytest.raises(LaunchError, match=r"belongs to job 777 \(PENDING\)"):
+        said(*RUN)
+    assert "job 777: PENDING" in describe(folder, lambda job: "PENDING" if job == "777" else None)
+
+
+def test_interrupted_submission_is_told(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows what the cluster has taken by then."""
+    true = batch._run
+
+    def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        if "--parsable" in command:
+            raise KeyboardInterrupt
+        return true(command)
+
+    monkeypatch.setattr(batch, "_run", run)
+    with pytest.raises(LaunchError, match=r"job\.sbatch may be queued\. Fix: squeue --me"):
+        said(*RUN)
+
+
+def test_relative_paths_are_judged_where_the_job_runs(place: Path) -> None:
+    work = place.parent / "shared"
+    work.mkdir()
+    (work / "books.txt").write_text("text")
+    text = (*RUN, "data=text", "data.path=books.txt", "model.tokenizer=tokens")
+    with pytest.raises(ConfigError, match=r"data\.path=.books\.txt"):
+        said(*text)
+    assert f"submitted: job 101\n  log     tail -F {work}/runs/" in said(*text, f"cluster.work={work}")
+    with pytest.raises(ConfigError, match=r"cluster\.work=.nowhere"):
+        said(*RUN, "cluster.work=nowhere")
+
+
 def test_node_local_folders_are_left_to_the_nodes(place: Path) -> None:
     spill = ("memory.spill_folder=/nvme/not/here", "memory.host_gib=64")
     assert "submitted" in said(*RUN, *spill)
@@ -186,6 +225,7 @@ def test_sweep(place: Path) -> None:
     assert f"sweep of 4: {', '.join(names)}" in told
     script = (place / "runs" / "s-sweep" / "job.sbatch").read_text()
     assert script.count(";;") == 4 and "optim.lr=2e-05 parallel.sp=4 name=s name=s-lr_2e-05-sp_4" in script
+    assert [record.read_record(place / "runs" / name)[0].job for name in names[:2]] == ["101_0", "101_1"]
     for wrong, match in (
         (("optim.lr=1e-5",), "several values"),
         (("parallel.sp=4,3",), r"parallel.sp=3.*in run"),
@@ -202,6 +242,9 @@ def test_sweep_names_are_apart_and_valid() -> None:
     assert [name for name, _ in runs] == ["x-0", "x-lr_0.001-path_c", "x-2", "x-lr_0.0001-path_c"]
     assert expand_sweep(["a=1"]) == [(["a=1"], {})]
     assert [name for name, _ in sweep_runs(["name=p,q", "seed=1"], "x")] == ["p", "q"]
+    named = sweep_runs(["name=p,q", "seed=1,2"], "x")
+    assert [name for name, _ in named] == ["p-seed_1", "p-seed_2", "q-seed_1", "q-seed_2"]
+    assert named[3][1] == ["name=q", "seed=2", "name=q-seed_2"]
 
 
 def test_prepare_is_an_array_with_a_merge_behind_it(place: Path) -> None:
@@ -213,6 +256,7 @@ def test_prepare_is_an_array_with_a_merge_behind_it(place: Path) -> None:
     ]
     array, merge = (folder / f"{name}.sbatch" for name in ("prepare", "merge"))
     assert "#SBATCH --array=0-3\n" in array.read_text() and "gpus" not in array.read_text()
+    assert 'srun --ntasks=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --export=ALL python ' in array.read_text()
     assert array.read_text().endswith('"shard=$SLURM_ARRAY_TASK_ID/4"\n')
     assert merge.read_text().endswith(" merge=true\n") and "--array" not in merge.read_text()
     assert "job 101 (4 tasks), and job 102" in told
@@ -257,6 +301,8 @@ def test_status(tmp_path: Path) -> None:
     write_run(tmp_path, "start", "stopped")
     (tmp_path / "stopped.json").write_text('{"step": 7, "reason": "SIGTERM"}')
     assert "stopped at step 7 (SIGTERM)" in describe(tmp_path, lambda job: None)
+    write_run(tmp_path, "start", "goes on", "start", "preflight failed")
+    assert "  preflight failed in job 9" in describe(tmp_path, lambda job: None)
 
 
 @pytest.mark.parametrize(
@@ -289,6 +335,8 @@ def test_time_limits(text: str, seconds: int | None) -> None:
         (dict(gpu_type="h100", gpu_request="none"), "gpu_type"),
         (dict(environment={"A-B": 1}), "environment.A-B"),
         (dict(extra=["--array=1-3"]), "extra"),
+        (dict(extra=["-N4"]), "extra"),
+        (dict(extra=["--comment=x --array=0-3"]), "extra"),
         (dict(extra=["mail"]), "extra"),
         (dict(partition="a b"), "partition"),
     ],
@@ -303,10 +351,14 @@ def test_contradictions_of_a_cluster(changes: dict[str, object], key: str) -> No
 
 def test_environment_of_the_ranks(tmp_path: Path) -> None:
     cluster = ClusterConfig(
-        network="efa", interface="eth1", modules=["a/1", "b"], environment={"FI_PROVIDER": "own"}
+        network="efa",
+        interface="eth1",
+        modules=["a/1", "b"],
+        environment={"FI_PROVIDER": "own", "A": True, "B": None},
     )
     lines = environment_lines(cluster, tmp_path)
     assert lines[:3] == ["module purge", "module load a/1", "module load b"]
+    assert "export A=true" in lines and not any("export B" in line for line in lines)
     assert "export FI_PROVIDER=own" in lines and "export NCCL_SOCKET_IFNAME=eth1" in lines
     assert set(NETWORKS) == {"default", "infiniband", "efa", "ethernet"}
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
