@@ -87,6 +87,10 @@ class LiveBytes(TorchDispatchMode):
                 continue
             storage = tensor.untyped_storage()
             key, num_bytes = storage._cdata, storage.nbytes()
+            if not isinstance(
+                num_bytes, int
+            ):  # of a symbolic size: torch.compile's own, with no memory anywhere
+                continue
             if key in self._known:
                 found, before, on_host = self._known[key]
                 if num_bytes != before:  # resized
