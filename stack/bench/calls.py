@@ -186,11 +186,11 @@ def repeat(call: Call, device: torch.device) -> float:
 
 def clock(action: Callable[[], Any], device: torch.device) -> float:
     """Seconds that `action` takes; a short one is run once for nothing and then several times."""
-    seconds = _run(action, 1, device)
+    seconds = time_runs(action, 1, device)
     if seconds >= SHORT_S:
         return seconds
     times = max(1, min(100, math.ceil(SHORT_S / max(seconds, 1e-7))))
-    return _run(action, times, device) / times
+    return time_runs(action, times, device) / times
 
 
 def clock_products(tokens: int, hidden: int, wide: int, dtype: torch.dtype, device: torch.device) -> float:
@@ -220,7 +220,8 @@ def clock_attention(
     return forward_s, clock(lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True), device)
 
 
-def _run(action: Callable[[], Any], times: int, device: torch.device) -> float:
+def time_runs(action: Callable[[], Any], times: int, device: torch.device) -> float:
+    """Seconds of so many runs of `action`."""
     settle(device)
     start = time.perf_counter()
     for _ in range(times):

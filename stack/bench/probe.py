@@ -9,7 +9,6 @@ at once, as they do in a step, and the slowest counts.
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from stack.bench.calls import clock, clock_attention, clock_products, settle
+from stack.bench.calls import clock, clock_attention, clock_products, settle, time_runs
 from stack.config import derive
 from stack.config.compose import compose_config
 from stack.config.schema import RunConfig
@@ -247,12 +246,7 @@ def _communicating(
 def _repeated(collective: Callable[[], Any], device: torch.device) -> float:
     """Seconds of `REPEATS` of them, behind one untimed: as many on every rank, or they would wait for each other forever."""
     collective()
-    settle(device)
-    start = time.perf_counter()
-    for _ in range(REPEATS):
-        collective()
-    settle(device)
-    return time.perf_counter() - start
+    return time_runs(collective, REPEATS, device)
 
 
 def _slowest(topology: Topology, rate: Callable[[], float]) -> float:

@@ -3,7 +3,7 @@ left out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -146,6 +146,19 @@ def group_items(sizes: Sequence[int], size: int, first: int = 0) -> Iterator[Uni
         if held >= size or number == len(sizes) - 1:
             yield Unit(first + begin, first + number + 1, held)
             begin, held = number + 1, 0
+
+
+def group_files(
+    sizes: Sequence[int], size: int, large: Iterable[int], divide: Callable[[int], list[Unit]]
+) -> list[Unit]:
+    """Units of files in their order: whole ones together, and those numbered in `large` by `divide`."""
+    units: list[Unit] = []
+    start = 0
+    for number in large:
+        units += group_items(sizes[start:number], size, start)
+        units += divide(number)
+        start = number + 1
+    return [*units, *group_items(sizes[start:], size, start)]
 
 
 def all_documents(source: Source, tally: Tally) -> Iterator[Document]:

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import zstandard
 
-from stack.data.sources.base import Document, SourceRequest, Tally, Unit, group_items
+from stack.data.sources.base import Document, SourceRequest, Tally, Unit, group_files
 from stack.data.sources.files import find_files, identify_files
 from stack.data.sources.records import RecordReader
 
@@ -43,19 +43,12 @@ class JsonLinesSource:
         return ["jsonl", self.reader.identity, identify_files(self.files)]
 
     def units(self, size: int, divisible: bool, tally: Tally) -> list[Unit]:
-        units: list[Unit] = []
-        start = 0
         large = [
             number
             for number, file in enumerate(self.files)
             if self.sizes[number] > size and file.path.suffix not in COMPRESSED
         ]
-        for number in [*large, len(self.files)]:
-            units += group_items(self.sizes[start:number], size, start)
-            start = number + 1
-            if number < len(self.files):
-                units += self._divide(number, size, tally)
-        return units
+        return group_files(self.sizes, size, large, lambda number: self._divide(number, size, tally))
 
     def documents(self, unit: Unit, tally: Tally) -> Iterator[Document]:
         for file in self.files[unit.first : unit.last]:

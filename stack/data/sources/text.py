@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from stack.data.chunks import SAFE_CUT
-from stack.data.sources.base import Document, SourceRequest, Tally, Unit, group_items
+from stack.data.sources.base import Document, SourceRequest, Tally, Unit, group_files
 from stack.data.sources.files import SourceFile, find_files, identify_files
 from stack.errors import DataError
 
@@ -32,15 +32,8 @@ class TextFiles:
         self.total_bytes = sum(self.sizes)
 
     def units(self, size: int, divisible: bool, tally: Tally) -> list[Unit]:
-        units: list[Unit] = []
-        start = 0
         large = [n for n, own in enumerate(self.sizes) if own > size] if divisible else []
-        for number in [*large, len(self.files)]:
-            units += group_items(self.sizes[start:number], size, start)
-            start = number + 1
-            if number < len(self.files):
-                units += self._divide(number, size, tally)
-        return units
+        return group_files(self.sizes, size, large, lambda number: self._divide(number, size, tally))
 
     def documents(self, unit: Unit, tally: Tally) -> Iterator[Document]:
         if unit.end is None:
