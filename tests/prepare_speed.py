@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import resource
 import subprocess
 import sys
 import tempfile
@@ -122,6 +123,12 @@ def measure(name: str, corpus: Path, tokenizer: Path, out: Path, workers: int) -
     return json.loads(output.splitlines()[-1]) | {"peak_mib": peak[0] >> 20}
 
 
+def cpu_seconds() -> float:
+    """Of this process and the children that have ended, start included: what it took whatever else the machine did."""
+    found = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in found)
+
+
 def tree_rss(pid: int) -> int:
     """Resident bytes of a process and all below it. Pages that they share count for each."""
     total = 0
@@ -151,9 +158,11 @@ def compare(mib: int, workers: int, one_line: bool, folder: Path) -> dict:
     figures = {
         "corpus_mib": mib,
         "workers": workers,
+        "ours_half": ours_half,
         "ours": ours,
         "tokens_per_s": round(ours["tokens"] / ours["seconds"]),
         "time_for_twice_the_text": round(growth, 3),
+        "cpu_time_for_twice_the_text": round(ours["cpu_s"] / ours_half["cpu_s"], 3),
         "limit_mib": limit,
     }
     holds = {"memory": ours["peak_mib"] <= limit, "linear, 1.9 to 2.1": 1.9 <= growth <= 2.1}
@@ -163,6 +172,7 @@ def compare(mib: int, workers: int, one_line: bool, folder: Path) -> dict:
             sys.exit(f"{ours['tokens']} tokens against {theirs['tokens']}: the two do not do the same work")
         figures["datasets_map"] = theirs
         figures["ratio_of_tokens_per_s"] = round(theirs["seconds"] / ours["seconds"], 3)
+        figures["ratio_of_tokens_per_cpu_s"] = round(theirs["cpu_s"] / ours["cpu_s"], 3)
         with_loading = theirs["seconds"] + theirs["load_seconds"]
         figures["ratio_with_loading"] = round(with_loading / ours["seconds"], 3)
         holds["speed at least 1.0"] = theirs["seconds"] >= ours["seconds"]
@@ -180,7 +190,8 @@ def main() -> None:
     parser.add_argument("--paths", nargs=3, type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.contender:
-        print(json.dumps(CONTENDERS[given.contender](*given.paths, given.workers)))
+        found = CONTENDERS[given.contender](*given.paths, given.workers)
+        print(json.dumps(found | {"cpu_s": round(cpu_seconds(), 1)}))
         return
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps(compare(given.mib, given.workers, given.one_line, Path(folder)), indent=1))

@@ -14,7 +14,7 @@ of the machine hits all alike.
     contender.py    one step of a memory preset; baseline.py the same from DeepSpeed's and transformers' own pieces
     live_bytes.py   bytes of live tensors, on the device and kept on the host
     calls.py        matrix products and attention calls of a step, their FLOPs, and the time each takes by itself
-    traffic.py      bytes and seconds of each kind of communication
+    traffic.py      bytes and seconds of each kind of communication; gloo.py what CPU ranks hold inside one
     exact.py        a forecast by count for a machine that is not there: `launch/plan.py exact=true`
     step_count.py   two steps counted, on real ranks or fake ones; where.py says which source line made a tensor
     one_process.py  one process for all ranks, on the device of virtual_device.py with the kernels of fake_kernels.py

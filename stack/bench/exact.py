@@ -23,14 +23,18 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from multiprocessing import forkserver
+from types import SimpleNamespace
 from typing import Any
 
 from stack.bench.one_process import count_alone, countable
 from stack.bench.step_count import Most, StepCount
 from stack.config import derive
+from stack.config.kept import HostBytes, host_bytes
 from stack.config.schema import RunConfig
 from stack.errors import ConfigError, Fault, LaunchError, StackError
+from stack.models.registry import family_of
 from stack.plan.forecast import (
     GIB,
     GRADIENTS,
@@ -48,6 +52,12 @@ LINES = 25
 
 EVEN = 0.002
 """Share of a peak by which the third count may miss the line through the first two."""
+
+IMPORTS = [
+    *("stack.bench.one_process", "stack.engine.alone", "stack.engine.build", "stack.engine.zero_init"),
+    *("stack.methods", "stack.models.build", "stack.parallel.apply"),
+]
+"""What a count imports, before it makes its own changes to torch and DeepSpeed."""
 
 FEW = 2
 """Layers of the smallest count, where nothing asks for more."""
@@ -71,6 +81,7 @@ def count(
     Raises ConfigError for a model whose layers are not known, LaunchError where a count is ended from outside.
     """
     total = num_layers(cfg)
+    _begin_imports()
     depths = _depths(cfg, total, layers)
     tell(f"counting two steps with {_listed(depths)} of {total} layers; about a minute, more for many tiles")
     counts = _count_each(cfg, ranks, depths)
@@ -141,9 +152,17 @@ def _smallest(cfg: RunConfig) -> int:
     return max(FEW, math.ceil(reach / (three - two)) + 1)
 
 
+def _begin_imports() -> None:
+    """A process imports once what all counts need, while this one finds out which counts are needed, and is then their
+    parent."""
+    with _one_core_each():
+        multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTS)
+        forkserver.ensure_running()
+
+
 def _count_each(cfg: RunConfig, ranks: int, depths: list[int]) -> list[StepCount]:
     """One process a count, side by side as far as there are cores; each takes about 1 GiB."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     at_once = min(len(depths), len(os.sched_getaffinity(0)))
     with _one_core_each(), ProcessPoolExecutor(at_once, mp_context=context, max_tasks_per_child=1) as pool:
         largest_first = sorted(depths, reverse=True)
@@ -204,7 +223,10 @@ def _along(first: StepCount, second: StepCount, times: float) -> StepCount:
 def as_forecast(cfg: RunConfig, ranks: int, found: StepCount, notes: list[str]) -> ExactForecast:
     """A count in the words of the schema."""
     attention = found.flops.get("attention_forward", 0.0) + found.flops.get("attention_backward", 0.0)
-    kept = found.host.get(KEPT, 0)
+    kept, spilled = round(found.host.get(KEPT, 0) * _page_lock_rounding(cfg)), 0
+    if cfg.memory.spill_folder is not None:  # counted as if all stayed in memory
+        bounded = _by_formula(cfg)
+        kept, spilled = min(kept, bounded.in_memory), bounded.in_file
     states = {name: num for name, num in found.host.items() if name != KEPT}
     optimizer = sum(states.get(name, 0) for name in (OPTIMIZER, GRADIENTS))
     phases = {"init": found.init} | found.warm
@@ -214,7 +236,8 @@ def as_forecast(cfg: RunConfig, ranks: int, found: StepCount, notes: list[str]) 
         run={"model": cfg.model.name, "seq_len": cfg.data.seq_len, "ranks": ranks, "sp": cfg.parallel.sp},
         memory=Memory({name: _peak(most) for name, most in phases.items()}, found.states_bytes),
         host=Host(
-            kept_bytes=round(kept * _page_lock_rounding(cfg)),
+            kept_bytes=kept,
+            spilled_bytes=spilled,
             optimizer_bytes=optimizer,
             parameter_bytes=sum(states.values()) - optimizer,
         ),
@@ -237,15 +260,19 @@ def _peak(most: Most) -> Peak:
 
 
 def _page_lock_rounding(cfg: RunConfig) -> float:
-    """torch rounds page-locked memory up to a power of two, each layer's input on its own; lean layers cut theirs into
-    slabs of such a size."""
-    if not (cfg.memory.offload and cfg.memory.pin_memory) or cfg.memory.lean:
-        return 1.0
-    width = derive.architecture(cfg.model).get("hidden_size", 1) * (
-        4 if cfg.engine.precision == "fp32" else 2
-    )
-    hidden = cfg.data.micro_batch * derive.seq_local(cfg.data, cfg.parallel) * width
-    return (1 << (hidden - 1).bit_length()) / hidden
+    """By how much torch rounds up what is counted, where it is page-locked."""
+    everything = replace(cfg, memory=replace(cfg.memory, spill_folder=None, host_gib=None))
+    counted = _by_formula(everything, page_locked=False).in_memory
+    return _by_formula(everything).in_memory / counted if counted else 1.0
+
+
+def _by_formula(cfg: RunConfig, page_locked: bool = True) -> HostBytes:
+    fields = derive.architecture(cfg.model)
+    heads, hidden = fields.get("num_attention_heads") or 1, fields.get("hidden_size") or 1
+    dim = fields.get("head_dim") or hidden // heads
+    sizes: Any = SimpleNamespace(num_layers=num_layers(cfg), hidden=hidden, num_heads=heads, head_dim=dim)
+    lean = cfg.memory.lean and family_of(str(fields.get("model_type"))).lean is not None
+    return host_bytes(cfg, sizes, lean, on_gpu=page_locked and cfg.site.device != "cpu")
 
 
 def _not_modelled(cfg: RunConfig) -> Iterator[str]:

@@ -74,9 +74,14 @@ class LiveBytes(TorchDispatchMode):
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self._count((leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)), host=None)
+        result = self._call(func, types, args, kwargs or {})
+        # Nearly always one tensor, for which looking through trees would take longer than all else here.
+        leaves = (result,) if isinstance(result, Tensor) else tree_leaves(result)
+        self._count((leaf for leaf in leaves if isinstance(leaf, Tensor)), host=None)
         return result
+
+    def _call(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs)
 
     def _count(self, tensors: Iterable[Tensor], host: bool | None) -> None:
         """host: None to look at who made the tensor."""

@@ -22,9 +22,12 @@ from stack.config.schema import RunConfig
 from stack.dist.topology import Topology
 
 
-def count_alone(cfg: RunConfig, world: int, kernels: Kernels = "gpu", virtual: bool = True) -> StepCount:
-    """Two steps of rank 0 of `world`. virtual: on the virtual device; without, as CPU ranks would, where host and device
-    are one memory."""
+def count_alone(
+    cfg: RunConfig, world: int, kernels: Kernels | None = None, virtual: bool = True
+) -> StepCount:
+    """Two steps of rank 0 of `world`. kernels: None for those of `site.device`. virtual: on the virtual device; without, as
+    CPU ranks would, where host and device are one memory."""
+    kernels = kernels or ("cpu" if cfg.site.device == "cpu" else "gpu")
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world), "DS_ACCELERATOR": "cpu"}
     warnings.filterwarnings("ignore", message=r".*torch\.distributed\..* is deprecated")
     device = register_virtual_device() if virtual else torch.device("cpu")
@@ -62,7 +65,9 @@ def countable(cfg: RunConfig, num_layers: int) -> RunConfig:
     model = replace(cfg.model, attention="sdpa", path=None, init="scratch", architecture=fields)
     memory = replace(cfg.memory, spill_folder=None, host_gib=None, pin_memory=False)
     if memory.fused_kernels != "none":
-        memory = replace(memory, fused_kernels="torch")
+        # As stack/parallel/fused.py chooses.
+        left_alone = memory.fused_kernels == "auto" and cfg.site.device == "cpu"
+        memory = replace(memory, fused_kernels="none" if left_alone else "torch")
     on_host = {
         name: "cpu" for name in ("offload_optimizer", "offload_param") if getattr(cfg.engine, name) == "nvme"
     }

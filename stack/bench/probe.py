@@ -105,17 +105,17 @@ def _probe_rank(rank: int, cfg: RunConfig, file: Path, device: str) -> None:
     found = probe(cfg, topology, env.local_world, outside, ON_GPU if device == "cuda" else ON_CPU, tell)
     if topology.is_main:
         name = torch.cuda.get_device_name(topology.device) if device == "cuda" else "cpu"
-        _write(found, file, name)
+        _write(found, file, name, topology.world)
         print(f"written: {file}; use it with launch/plan.py calibration={file} or plan.calibration={file}")
     topology.close()
 
 
-def _write(found: Sequence[Found], file: Path, device: str) -> None:
+def _write(found: Sequence[Found], file: Path, device: str, ranks: int) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as lines:
         for one in found:
             lines.write(
-                calibration_line(one.constant, one.value, one.unit, one.measured, one.assumed, device)
+                calibration_line(one.constant, one.value, one.unit, one.measured, one.assumed, device, ranks)
             )
 
 

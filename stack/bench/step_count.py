@@ -12,23 +12,20 @@ tensors, which else they hold for a moment that depends on the machine's mood.
 from __future__ import annotations
 
 import gc
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-from torch import ScriptObject, Tensor
-from torch._C._distributed_c10d import FakeWork
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.distributed import Work
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-from stack.bench.calls import count_flops
+from stack.bench.calls import count_flops, is_product
+from stack.bench.gloo import gloo_bytes, holders_of_all, until_let_go
 from stack.bench.live_bytes import LiveBytes
-from stack.bench.traffic import collective
+from stack.bench.traffic import EXCHANGES, collective
 from stack.bench.virtual_device import VIRTUAL
 from stack.bench.where import Site, Sites
 from stack.config import derive
@@ -53,10 +50,30 @@ WRITTEN_IN_PLACE = {
 """By node of the graph: gradients that torch writes into fresh zeros, but into a copy of them where a dispatch mode looks on,
 as here (areAnyTensorSubclassLike in torch/csrc/autograd/FunctionsManual.cpp and ATen)."""
 
-LET_GO_S = 30.0
-"""For gloo's threads to let go of what they sent."""
+SCALAR, EQUAL, EMPTY = aten._local_scalar_dense.default, aten.equal.default, aten.empty.memory_format
+
+FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 SCRATCH = Site(ATTENTION, "inside FlashAttention's backward: dq in fp32, dk and dv of all query heads")
+
+
+class _Traits(NamedTuple):
+    """What has to be known of an operator at each of its 100,000 calls, looked up once."""
+
+    exchanges: bool
+    product: bool
+    copies: bool
+    rewritten: bool
+    """Whether it is one of `WRITTEN_IN_PLACE`."""
+
+    @classmethod
+    def of(cls, func: Any) -> _Traits:
+        return cls(
+            func.namespace in EXCHANGES,
+            is_product(func),
+            func._schema.name in ("aten::_to_copy", "aten::copy_"),
+            any(func is written for _, written in WRITTEN_IN_PLACE),
+        )
 
 
 @dataclass
@@ -68,7 +85,8 @@ class Most:
     at: str = ""
     """The operator and the line that made the last tensor before it."""
     total_bytes: int = 0
-    """Device and host together at their highest moment, which may be another one: what a CPU rank has resident."""
+    """Device and host together at their highest moment, which may be another one, on CPU ranks with what gloo holds inside
+    a collective: what a CPU rank has resident."""
 
 
 @dataclass
@@ -170,25 +188,6 @@ def _batch(cfg: RunConfig, topology: Topology) -> MicroBatch:
     return MicroBatch(ids, torch.zeros_like(ids), torch.zeros_like(ids), bounds, (seq,) * rows)
 
 
-def _holders(tensor: Tensor) -> tuple[int, int]:
-    """How many hold the tensor, and how many tensors its storage."""
-    users: int = getattr(tensor, "_use_count")()  # noqa: B009  torch's stubs lack it
-    return users, torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-
-
-def _holders_of_all(args: Any) -> list[tuple[Tensor, tuple[int, int]]]:
-    """Of each real tensor in the arguments of a collective."""
-    tensors = [
-        leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor)
-    ]
-    return [(tensor, _holders(tensor)) for tensor in tensors]
-
-
-def _finished(work: ScriptObject) -> ScriptObject:
-    Work.unbox(work).wait()
-    return FakeWork().boxed()
-
-
 class Counted(LiveBytes):
     """Live bytes by phase, category and line, FLOPs and collectives; on real tensors or on fake ones."""
 
@@ -198,6 +197,7 @@ class Counted(LiveBytes):
         super().__init__()
         self._on_device, self.host_at_start = device.type, 0
         self._func, self._last = None, ""
+        self._traits: dict[int, _Traits] = {}  # operators live as long as torch; their own hash is slow
         self.sites = Sites()
         self._site_of: dict[int, Site] = {}
         self._lines: Counter[tuple[str, str]] = Counter()
@@ -257,46 +257,44 @@ class Counted(LiveBytes):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # The numbers that DeepSpeed and the engine ask for: finite, not overflown, equal.
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+        if func is SCALAR and isinstance(args[0], FakeTensor):
             return 0 if args[0].dtype in (torch.bool, torch.uint8) else 1
-        if func is torch.ops.aten.equal.default and isinstance(args[0], FakeTensor):
+        if func is EQUAL and isinstance(args[0], FakeTensor):
             return True
-        if (node := torch._C._current_autograd_node()) is not None:
+        traits = self._traits.get(id(func))
+        if traits is None:
+            traits = self._traits[id(func)] = _Traits.of(func)
+        if traits.rewritten and (node := torch._C._current_autograd_node()) is not None:
             func = WRITTEN_IN_PLACE.get((node.name(), func), func)
         self.operators, self._func = self.operators + 1, func
         self.sites.remember()
-        sent = collective(func, args)
-        before = _holders_of_all(args) if sent is not None else []
+        if traits.exchanges:
+            return self._exchange(func, types, args, kwargs)
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if sent is not None:
-            self.traffic[sent[0]] += sent[1]
-            results = [result]
-            del result
-            result = self._until_let_go([results.pop()], before)
+        if traits.product:
+            self._add_flops(func, args, kwargs)
+        elif traits.copies:
+            self._copy(args, result)
+        return result
+
+    def _exchange(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        sent = collective(func, args)
+        before = holders_of_all(args) if sent is not None else []
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if sent is None:
+            return result
+        self.traffic[sent[0]] += sent[1]
+        self._note(gloo_bytes(func, args) if self._on_device == "cpu" else 0)
+        results = [result]
+        del result
+        return until_let_go([results.pop()], before)
+
+    def _add_flops(self, func: Any, args: Any, kwargs: Any) -> None:
         if (counted := count_flops(func, args, kwargs)) is not None:
             kind, flops = counted
             self.flops[kind] += flops
             if kind == "attention_backward" and "flash_attention" in func._schema.name:
                 self._with_scratch(func, args)
-        elif func._schema.name in ("aten::_to_copy", "aten::copy_"):
-            self._copy(args, result)
-        return result
-
-    def _until_let_go(self, results: list[Any], before: list[tuple[Tensor, tuple[int, int]]]) -> Any:
-        """The one result, with a finished work in place of gloo's, which holds tensors as its threads do. results: must be
-        its only holder."""
-        if before:
-            results = tree_map_only(ScriptObject, _finished, results)
-        limit = time.monotonic() + LET_GO_S
-        while any(
-            more > less
-            for tensor, users in before
-            for more, less in zip(_holders(tensor), users, strict=True)
-        ):
-            if time.monotonic() > limit:
-                raise RuntimeError(f"gloo still holds a collective's tensors after {LET_GO_S:.0f} s")
-            time.sleep(0)
-        return results[0]
 
     def _copy(self, args: Any, result: Any) -> None:
         source = args[1] if len(args) > 1 and isinstance(args[1], Tensor) else args[0]
@@ -319,25 +317,40 @@ class Counted(LiveBytes):
         self._add(-scratch, on_host=False)
         self._lines[SCRATCH.category, SCRATCH.line] -= scratch
 
+    def _call(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Where tensors are fake, what torch would call after a second way through its dispatcher, a tenth of the time."""
+        if (fake := torch._C._unset_dispatch_mode(FAKE)) is None:
+            return func(*args, **kwargs)
+        try:
+            return cast(FakeTensorMode, fake).dispatch(func, types, args, kwargs)
+        finally:
+            torch._C._set_dispatch_mode(fake)
+
     def _count(self, tensors: Iterable[Tensor], host: bool | None) -> None:
+        more = False
         for tensor in tensors:
-            if tensor.device.type == "meta" or tensor.layout != torch.strided:
+            if tensor.layout != torch.strided:
                 continue
-            key = tensor.untyped_storage()._cdata
-            new = key not in self._known
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            known = self._known.get(key)
+            if (known is not None and known[1] == storage.nbytes()) or tensor.device.type == "meta":
+                continue
             # A virtual device tells by itself what is on it; on CPU ranks the maker does.
             away = tensor.device.type != self._on_device if self._on_device == VIRTUAL else host
             super()._count([tensor], away)
-            if new and key in self._known:
+            if known is None and key in self._known:
                 self._attribute(key)
-        self._note()
+            more = True
+        if more:
+            self._note()
 
     def _attribute(self, key: int) -> None:
         _, num_bytes, on_host = self._known[key]
         site = self.sites.find() if num_bytes >= SMALL else Site(OTHER, f"tensors below {SMALL} bytes")
         if self._phase == "init" and site.category == GATHERED:
             site = replace(site, category=PARAMETERS)
-        if site.category == GRADIENTS and self._func is torch.ops.aten.empty.memory_format:
+        if site.category == GRADIENTS and self._func is EMPTY:
             site = replace(site, category=BUCKETS)
         self._site_of[key], self._last = site, site.line
         self._at(site, num_bytes, on_host)
@@ -361,10 +374,11 @@ class Counted(LiveBytes):
         if site is not None:
             self._at(site, -num_bytes, on_host)
 
-    def _note(self) -> None:
+    def _note(self, inside: int = 0) -> None:
+        """inside: bytes of the machine's memory that a call holds by itself."""
         most = self.phases.setdefault(self._phase, Most())
         above = self.device - self.at_start
-        most.total_bytes = max(most.total_bytes, above + self.host - self.host_at_start)
+        most.total_bytes = max(most.total_bytes, above + self.host - self.host_at_start + inside)
         if above > most.num_bytes:
             most.num_bytes = above
             most.lines = {place: num_bytes for place, num_bytes in self._lines.items() if num_bytes}

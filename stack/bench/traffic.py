@@ -20,6 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 from stack.bench.calls import settle
 
+EXCHANGES = ("c10d", "deepspeed")
+"""Where operators that exchange anything are registered."""
+
 KINDS = {
     "alltoall": "all-to-all",
     "all_to_all": "all-to-all",
@@ -71,7 +74,7 @@ class Traffic(TorchDispatchMode):
 def collective(func: Any, args: Any) -> tuple[str, int] | None:
     """(kind, bytes of the larger side) of a call, None where it is no collective."""
     space, name = func._schema.name.split("::")
-    if space not in ("c10d", "deepspeed") or "barrier" in name:
+    if space not in EXCHANGES or "barrier" in name:
         return None
     kind = next((kind for part, kind in KINDS.items() if part in name), name.strip("_"))
     return kind, max(_num_bytes(part) for part in args[:2])

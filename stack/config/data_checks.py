@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,8 +67,13 @@ def _hub_faults(source: str, given: DataConfig | MixturePart, key: str) -> Itera
         if value is not None and source != "hf":
             want = f"null for source={source}: only datasets of Hugging Face have a {name}"
             yield Fault(f"{key}.{name}", value, want, f"{key}.{name}=null, or data=hf")
+    if source == "hf" and given.revision is not None and Path(given.path or "").expanduser().is_dir():
+        want = f"null for the local folder {given.path}, which has no commits"
+        yield Fault(f"{key}.revision", given.revision, want, f"{key}.revision=null")
 
 
 def _any_file(path: Path) -> bool:
-    """A name that exists as it stands may hold what a pattern would take for a wildcard."""
-    return path.exists() or bool(glob.glob(str(path), recursive=True))
+    """A name that exists as it stands may hold what a pattern would take for a wildcard. Below `**` nothing is looked for
+    here: it could be all of a large file system."""
+    fixed = Path(*itertools.takewhile(lambda part: part != "**", path.parts))
+    return path.exists() or next(glob.iglob(str(fixed)), None) is not None

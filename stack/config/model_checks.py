@@ -18,6 +18,9 @@ from stack.errors import Fault
 ATTENTION = ("sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
 """Attention kernels by name; `owner/kernel` names one on the hub."""
 
+KEEPS_SCORES = ("sdpa", "flash_attention_2", "flash_attention_3")
+"""Those of which torch has operators that hand out the log-sum-exp: a lean layer keeps it, and runs their forward once."""
+
 SMALLEST_VOCABULARY = 257
 """Tokens of a byte-level BPE without a single merge: 256 bytes and the end of text."""
 

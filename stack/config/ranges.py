@@ -23,6 +23,7 @@ class Range:
 POSITIVE = Range(lambda value: value > 0, "a number above 0")
 NOT_NEGATIVE = Range(lambda value: value >= 0, "0 or more")
 SHARE = Range(lambda value: 0 <= value <= 1, "a number from 0 to 1")
+REACHED = Range(lambda value: 0 < value <= 1, "a number above 0, up to 1")
 BELOW_ONE = Range(lambda value: 0 <= value < 1, "a number from 0 to below 1")
 HALF = Range(lambda value: 0 <= value <= 0.5, "a number from 0 to 0.5")
 NOT_EMPTY = Range(lambda value: bool(value.strip()), "text that is not empty")
@@ -108,10 +109,10 @@ RANGES: dict[str, tuple[Range, object]] = {
     "site.network_gb_s": (POSITIVE, 45),
     "site.host_link_gb_s": (POSITIVE, 50),
     "site.disk_gb_s": (POSITIVE, 20),
-    "site.gemm_share": (SHARE, 0.62),
-    "site.attention_share": (SHARE, 0.325),
-    "site.attention3_share": (SHARE, 0.55),
-    "site.memory_share": (SHARE, 0.75),
+    "site.gemm_share": (REACHED, 0.62),
+    "site.attention_share": (REACHED, 0.325),
+    "site.attention3_share": (REACHED, 0.55),
+    "site.memory_share": (REACHED, 0.75),
     "site.context_gib": (NOT_NEGATIVE, 0.6),
     "site.communicator_gib": (NOT_NEGATIVE, 0.5),
     "site.exchange_gib": (NOT_NEGATIVE, 0.44),

@@ -55,12 +55,13 @@ class DataConfig:
 
     source: SourceName = "stdlib"
     """`stdlib`: Python's own library files; `text`: files or folders of text, one document a file; `jsonl`: one
-    document a line (.jsonl, .gz, .zst); `parquet`: one document a row; `hf`: a Hugging Face dataset; `tokens`: ids that
+    document a line (.jsonl or .ndjson, also .gz, .zst, .bz2); `parquet`: one document a row; `hf`: a Hugging Face dataset; `tokens`: ids that
     another tool made (.bin with Megatron's .idx, or alone); `random`: ids drawn from `seed`, for benchmarks."""
 
     path: str | None = None
-    """File, folder or shell pattern, relative to the folder the command was started in. For `hf` the dataset's name on
-    the hub, or a folder that `datasets` can load or has saved."""
+    """File, folder or shell pattern, relative to the folder the command was started in. Links are followed; what a folder
+    holds and is not read is counted, by its kind. For `hf` the dataset's name on the hub, or a folder that `datasets` can
+    load or has saved; Parquet and JSON Lines in a folder are read as those sources read them."""
 
     text_field: str = "text"
     """Name of the field that holds the text in records (`jsonl`, `parquet`, `hf`). Other fields are not read."""
@@ -69,7 +70,8 @@ class DataConfig:
     """Configuration of an `hf` dataset, such as a language. None: its only or default one."""
 
     split: str = "train"
-    """Split of an `hf` dataset."""
+    """Split of an `hf` dataset. In a folder: what the `configs` of its README.md say; else data/SPLIT-00000-of-00001.*; else
+    files or folders named train, validation or test; else all is `train`."""
 
     revision: str | None = None
     """Commit of a dataset on the hub. None: the newest, which is asked for at each start; a commit needs no network once
@@ -162,13 +164,14 @@ class DataConfig:
     with `workers` at 0."""
 
     bad_text: Literal["stop", "skip"] = "stop"
-    """On a document that cannot be read (bad bytes, a cut line, no text field, null): stop with file and line, or leave
-    it out and count it."""
+    """On a document that cannot be read (bad bytes, a cut line, no text field, null, a link to nothing, too much text without
+    a place to cut it): stop with file and line, or leave it out and count it."""
 
     prepare_workers: int | None = None
     """Processes that turn text into tokens, about 150 MB of memory each, 400 MB for chats, whose templates need more
-    code. 0: none, the tokenizer's threads on all cores do it, which small texts are done with soonest. None: 0 below
-    64 MB of text, else one a core, at most 8."""
+    code, and 100 bytes a character of the longest stretch of text without a place to cut (up to 1.7 GB, as for DNA).
+    0: none, the tokenizer's threads on all cores do it, which small texts are done with soonest. None: 0 below 64 MB of
+    text, else one a core, at most 8."""
 
     mixture: list[MixturePart] = field(default_factory=list)
     """Several sources in one run, each with a token store of its own; empty: `source` alone. As in

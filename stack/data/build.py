@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,8 +21,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from stack.config.schema_data import DataConfig
-from stack.data.chunks import SAFE_CUT, cut_text
-from stack.data.encode import Recipe, text_blocks
+from stack.data.chunks import WIDE_CUT, cut_text
+from stack.data.encode import Recipe, is_cuttable, place_of, text_blocks
 from stack.data.progress import Progress
 from stack.data.shards import join_shards, read_record, sync
 from stack.data.sources import Source, Tally, Unit
@@ -44,7 +45,6 @@ class Building:
         """folder: the store's own, when it is done."""
         self.folder, self.data, self.source, self.say = folder, data, source, say
         self.partial = folder.with_name(f"{folder.name}.partial")
-        self.identity = source.identity()
         self.units: list[Unit] = []
         self.tally = Tally(data.bad_text)
 
@@ -57,7 +57,7 @@ class Building:
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
             if trains:
                 encoder = self._trained_encoder()
-            self._find_plan(encoder is not None and encoder.cut is not None)
+            self._find_plan(encoder.cut if encoder is not None else None)
         return encoder
 
     def make(self, recipe: Recipe, shard: tuple[int, int] | None = None) -> None:
@@ -86,11 +86,11 @@ class Building:
         """Join the shards, and give the folder its name. notes, fields: of StoreInfo. Raises DataError without a
         document."""
         if not (self.partial / INFO).exists():
-            if self.source.identity() != self.identity:
+            try:
+                self.source.check_unchanged()
+            except DataError:
                 shutil.rmtree(self.partial)
-                raise DataError(
-                    f"data.path={self.data.path}: files changed while they were read. Fix: start again when they are at rest"
-                )
+                raise
             records = [read_record(self.partial, number) for number in range(len(self.units))]
             whole = [record for record in records if record is not None]
             assert len(whole) == len(records)
@@ -134,12 +134,13 @@ class Building:
         if not folder.exists():
             part = folder.with_name(f"{folder.name}.{os.uname().nodename}-{os.getpid()}.part")
             _train(self.data, self.source, part, self.say)
+            self.source.check_unchanged()
             for path in [*part.iterdir(), part]:
                 sync(path)
             part.rename(folder)
         return TextEncoder(load_tokenizer(str(folder)))
 
-    def _find_plan(self, divisible: bool) -> None:
+    def _find_plan(self, cut: re.Pattern[str] | None) -> None:
         path = self.partial / UNITS / "plan.json"
         if (self.partial / INFO).exists():
             return  # all that is left is the name
@@ -148,7 +149,8 @@ class Building:
             if total > 1 << 30:
                 self.say(f"looking through {total / 1e9:,.1f} GB of files for places to cut them, once")
             size = min(max(total // USUAL_UNITS, LEAST_UNIT), MOST_UNIT)
-            units = self.source.units(size, divisible, self.tally)
+            units = self.source.units(size, cut, self.tally)
+            self.source.check_unchanged()
             dropped = {reason: asdict(entry) for reason, entry in self.tally.dropped.items()}
             part = path.with_name(f"plan.{os.uname().nodename}-{os.getpid()}.part")
             part.write_text(json.dumps({"units": [asdict(unit) for unit in units], "dropped": dropped}))
@@ -187,15 +189,15 @@ def _acquire(file: IO[str], say: Say, kind: int) -> bool:
 def _train(data: DataConfig, source: Source, folder: Path, say: Say) -> None:
     say(f"training a tokenizer of {data.vocab_size:,} tokens on the text of data.source={data.source}")
     tally = Tally(data.bad_text)
-    units = source.units(MOST_UNIT, False, tally)
+    units = source.units(MOST_UNIT, None, tally)
     progress = Progress("reading text", sum(unit.size for unit in units))
 
     def texts() -> Iterator[str]:
         for unit in units:
             for document in source.documents(unit, tally):
-                for chunk in cut_text(
-                    text_blocks(document), SAFE_CUT, where=document.where or document.place
-                ):
+                if not is_cuttable(document, WIDE_CUT, tally):
+                    continue
+                for chunk in cut_text(text_blocks(document), WIDE_CUT, where=place_of(document)):
                     progress.advance(len(chunk.encode()))
                     yield chunk
             progress.finish_unit(unit.size)

@@ -6,17 +6,23 @@ splits. For the patterns in SPLIT_PATTERNS it does so in front of
 
 - a space, after anything that no version of Unicode takes for white space or a control: in none of their alternatives
   does a space follow anything but white space;
-- a line feed or a Chinese or Japanese mark, after a letter: in none of them does either follow a letter.
+- a line feed or a Chinese or Japanese mark, after a letter: in none of them does either follow a letter;
+- a digit or a mark of ASCII but the apostrophe, after a letter; a letter of ASCII or such a mark, after a digit of ASCII: in
+  none of them do letters, digits and marks stand in one match, but for a mark in front of letters. So text without spaces
+  has places too: minified code, base64, tables of numbers. Where a token added to the vocabulary holds such a place, its
+  character is left out, since these tokens are taken out of the text first.
 
 The left chunk then ends where a match ends whatever follows (their only look-ahead, `\\s+(?!\\S)`, starts at
 white space), and the right one starts where a match starts. NFC does not compose over such a place. For any
-other tokenizer the answer is None: whole documents only. A text that has no such place for MOST_CHARS is refused.
+other tokenizer the answer is None: whole documents only. A text that has no such place for MOST_CHARS is refused, or left
+out and counted (`Stretches`).
 """
 
 from __future__ import annotations
 
 import json
 import re
+import string
 from collections.abc import Iterable, Iterator
 
 from tokenizers import Tokenizer
@@ -29,6 +35,12 @@ CHUNK_CHARS = 1 << 10
 MOST_CHARS = 1 << 24
 """Of text in one piece: some 100 bytes a character, so 1.7 GB of memory for each worker."""
 
+STRETCH_CHARS = 1 << 16
+"""Looked at together for places to cut; far below MOST_CHARS, so that what lies between two of them does not matter."""
+
+UNCUTTABLE = "no place to cut"
+"""Why a document is left out that has none in MOST_CHARS."""
+
 # Ranges of letters that every version of Unicode in use agrees on: Latin, Greek, Cyrillic, Armenian, Hebrew, Arabic,
 # Devanagari, Thai, Georgian, kana, Han, Hangul.
 LETTERS = (
@@ -39,6 +51,7 @@ LETTERS = (
 # White space, controls and marks without width, which some engine may take for white space.
 SPACES = r"\s\x00-\x20\x7f-\xa0\u1680\u180e\u2000-\u200f\u2028-\u202f\u205f-\u206f\u3000\ufeff"
 SAFE_CUT = re.compile(f"(?<=[^{SPACES}]) |(?<=[{LETTERS}])[\n，。、！？]")
+DIGITS, MARKS = string.digits, string.punctuation.replace("'", "")
 
 _ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _CASED = (
@@ -54,6 +67,21 @@ SPLIT_PATTERNS = {
     _CASED % ("", "") + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _SPACES,  # Mistral Nemo and later
     _CASED % (_ENGLISH + "?", _ENGLISH + "?") + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _SPACES,  # GPT-4o
 }
+
+
+def _wide_cut(without: str) -> re.Pattern[str]:
+    """SAFE_CUT, and between letters, digits and marks of ASCII, but not in front of the characters `without`."""
+
+    def among(characters: str) -> str:
+        kept = [re.escape(one) for one in characters if one not in without]
+        return f"[{''.join(kept)}]" if kept else r"(?!)"
+
+    after_letter, after_digit = among(DIGITS + MARKS), among(string.ascii_letters + MARKS)
+    return re.compile(f"{SAFE_CUT.pattern}|(?<=[{LETTERS}]){after_letter}|(?<=[{DIGITS}]){after_digit}")
+
+
+WIDE_CUT = _wide_cut("")
+"""All safe places of a text without added tokens."""
 
 
 def safe_cut(tokenizer: Tokenizer) -> re.Pattern[str] | None:
@@ -72,7 +100,12 @@ def safe_cut(tokenizer: Tokenizer) -> re.Pattern[str] | None:
         token for token in rules["added_tokens"]
         if token["rstrip"] or token["single_word"] or SAFE_CUT.search(token["content"], 1)
     ]  # fmt: skip
-    return None if reaching else SAFE_CUT
+    if reaching:
+        return None
+    inside = {
+        match.group() for token in rules["added_tokens"] for match in WIDE_CUT.finditer(token["content"], 1)
+    }
+    return _wide_cut("".join(inside))
 
 
 def _flatten(step: dict | None) -> list[dict]:
@@ -84,7 +117,7 @@ def _flatten(step: dict | None) -> list[dict]:
 
 
 def _splits(step: dict) -> bool:
-    """Whether this step splits at every match of SAFE_CUT."""
+    """Whether this step splits at every place that the head of this file tells."""
     if step["type"] == "ByteLevel":  # a space put in front of a chunk would be one too many
         return step["use_regex"] and not step["add_prefix_space"]
     if step["type"] != "Split":
@@ -112,7 +145,7 @@ def cut_text(
 
     Chunks have about `size` characters, more where there is no safe place. Each character is looked at a
     bounded number of times, so the time is linear in the text's length. Raises DataError with `where` for more than
-    MOST_CHARS without a safe place.
+    MOST_CHARS, and some, without a safe place; ask `Stretches` before, to leave such a text out.
     """
     held: list[str] = []
     num_held = 0
@@ -127,19 +160,47 @@ def cut_text(
                     held, num_held, part = [], 0, part[at:]
             held.append(part)
             num_held += len(part)
-            if num_held > MOST_CHARS:
-                raise DataError(
-                    f"{where}: more than {MOST_CHARS:,} characters without a place where the ids would stay the same if it were "
-                    "cut, such as a space, and more memory for the tokenizer than a worker should take. Fix: leave the "
-                    "document out, or part it"
-                )
+            if num_held > MOST_CHARS + 2 * size:  # it may begin that much ahead of the last safe place
+                fix = "set data.bad_text=skip to leave out and count such documents, or part them"
+                raise DataError(f"{where}: {_explain_uncuttable()}. Fix: {fix}")
     if held:
         yield "".join(held)
 
 
+class Stretches:
+    """Whether a text, seen block by block, has a stretch of over MOST_CHARS without a place to cut."""
+
+    def __init__(self, cut: re.Pattern[str] | None):
+        """cut: as in `cut_text`."""
+        self.cut = cut
+        self.too_long = False
+        self._open, self._before = 0, ""
+
+    def see(self, block: str) -> None:
+        for begin in range(0, len(block), STRETCH_CHARS):
+            part = block[begin : begin + STRETCH_CHARS]
+            text, ahead = self._before + part, len(self._before)
+            first = self.cut.search(text) if self.cut is not None else None
+            self._open += len(part) if first is None else first.start() - ahead
+            self.too_long |= self._open > MOST_CHARS
+            if first is not None and self.cut is not None:
+                self._open = len(text) - _last_cut(text, self.cut)
+            self._before = part[-1]
+
+    def explain(self) -> str:
+        return _explain_uncuttable()
+
+
+def _explain_uncuttable() -> str:
+    return (
+        f"more than {MOST_CHARS:,} characters without a place where the ids would stay the same if it were cut, such as a "
+        "space, and more memory for the tokenizer than a worker should take"
+    )
+
+
 def _last_cut(text: str, cut: re.Pattern[str]) -> int:
     """Start of the last match, or -1. Tries the end of the text first, where there nearly always is one."""
-    for window in (256, len(text)):
+    for window in (32, 256, len(text)):
         found = [match.start() for match in cut.finditer(text, max(0, len(text) - window))]
         if found:
             return found[-1]

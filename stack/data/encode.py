@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 import numpy as np
 
 from stack.config.schema_data import DataConfig
+from stack.data import chunks
 from stack.data.shards import ShardWriter, UnitRecord
 from stack.data.sources import Document, Source, Tally, Unit
+from stack.data.sources.base import printable
 from stack.data.tokenizer import TextEncoder
 
 BATCH_CHARS = 1 << 19
@@ -67,7 +70,8 @@ class ShardMaker:
                 text = TextWriter(writer, recipe.encoder, recipe.eos_id, tally, advance)
                 made = text.write(documents)
             else:
-                made = _write_ids(writer, documents, advance)
+                made = _write_ids(writer, documents, tally, advance)
+            recipe.source.check_unchanged(unit)  # before the shard has its name
             dropped = {reason: asdict(entry) for reason, entry in tally.dropped.items()}
             return writer.commit(dropped=dropped, **made)
         finally:
@@ -92,9 +96,9 @@ class TextWriter:
         batch: list[tuple[str, Document | None]] = []
         num_chars = 0
         for document in documents:
-            for chunk, last in _mark_last(
-                self.encoder.chunks(text_blocks(document), document.where or document.place)
-            ):
+            if not is_cuttable(document, self.encoder.cut, self.tally):
+                continue
+            for chunk, last in _mark_last(self.encoder.chunks(text_blocks(document), place_of(document))):
                 batch.append((chunk, document if last else None))
                 num_chars += len(chunk)
                 if num_chars >= BATCH_CHARS:
@@ -108,12 +112,12 @@ class TextWriter:
         """batch: chunks, each with its document if it is the last one of it."""
         if not batch:
             return
-        chunks = [chunk for chunk, _ in batch]
-        raw = "".join(chunks).encode()
+        texts = [chunk for chunk, _ in batch]
+        raw = "".join(texts).encode()
         self._text_hash.update(raw)
         self.text_bytes += len(raw)
         before = self.writer.num_tokens
-        rows = self.encoder.encode(chunks)
+        rows = self.encoder.encode(texts)
         for (_, document), ids in zip(batch, rows, strict=True):
             self.writer.append(ids)
             if document is not None and not document.goes_on:
@@ -131,15 +135,38 @@ class TextWriter:
         self.writer.end_document(place)
 
 
-def _write_ids(writer: ShardWriter, documents: Iterable[Document], advance: Advance) -> dict[str, Any]:
+def _write_ids(
+    writer: ShardWriter, documents: Iterable[Document], tally: Tally, advance: Advance
+) -> dict[str, Any]:
     """Documents of a source that makes ids."""
     for document in documents:
-        for ids in document.blocks():
-            assert isinstance(ids, np.ndarray), "a source that makes ids gives arrays"
+        if document.where and not _has_known_ids(document, writer.num_ids, tally):
+            continue
+        for ids in _id_blocks(document):
             writer.append(ids)
             advance(0, len(ids))
         writer.end_document(document.place)
     return {}
+
+
+def _has_known_ids(document: Document, num_ids: int, tally: Tally) -> bool:
+    """Whether the model knows all ids of a document from a file; else it goes to `tally`. Looked at before the first is
+    written, so that a document is taken whole or not at all."""
+    for ids in _id_blocks(document):
+        if len(ids) and not 0 <= ids.min() <= ids.max() < num_ids:
+            detail = (
+                f"ids from {ids.min()} to {ids.max()}, expected 0 to {num_ids - 1}, the model's vocabulary: look at "
+                "data.token_dtype, or use a model with a larger one"
+            )
+            tally.fault("ids that the model does not know", document.where, document.num_bytes, detail)
+            return False
+    return True
+
+
+def _id_blocks(document: Document) -> Iterator[np.ndarray]:
+    for ids in document.blocks():
+        assert isinstance(ids, np.ndarray), "a source that makes ids gives arrays"
+        yield ids
 
 
 def _write_chats(
@@ -176,6 +203,25 @@ def _chat_encoder(recipe: Recipe) -> Any:
 
     assert recipe.tokenizer_path is not None
     return ChatEncoder(recipe.tokenizer_path, recipe.data)
+
+
+def is_cuttable(document: Document, cut: re.Pattern[str] | None, tally: Tally) -> bool:
+    """Whether a document of text has places to cut, or is short enough without; else it goes to `tally`. Read for it only
+    if it is long. cut: as in `cut_text`."""
+    if 0 < document.num_bytes <= chunks.MOST_CHARS:  # no character takes less than a byte
+        return True
+    stretches = chunks.Stretches(cut)
+    for block in text_blocks(document):
+        stretches.see(block)
+        if stretches.too_long:
+            tally.fault(chunks.UNCUTTABLE, place_of(document), document.num_bytes, stretches.explain())
+            return False
+    return True
+
+
+def place_of(document: Document) -> str:
+    """Of a document, for people."""
+    return printable(document.where or document.place)
 
 
 def text_blocks(document: Document) -> Iterator[str]:

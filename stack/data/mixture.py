@@ -63,8 +63,11 @@ class Mixture:
         """Of one epoch of the mixture."""
 
         shuffle = data.shuffle and not held_out
-        make = lambda part, turn: RowOrder(self.parts[part].num_rows, seed, turn, shuffle)  # noqa: E731
-        self._order = lru_cache(2 * len(self.parts))(make)
+
+        def order(part: int, turn: int) -> RowOrder:
+            return RowOrder(self.parts[part].num_rows, seed, turn, shuffle)
+
+        self._order = lru_cache(2 * len(self.parts))(order)
 
     def row(self, epoch: int, place: int) -> tuple[PackedPart, int]:
         """The part and the row of it that stand at a place of an epoch."""

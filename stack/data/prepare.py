@@ -23,6 +23,9 @@ from stack.data.summary import describe
 from stack.data.tokenizer import TextEncoder, check_vocabulary, load_tokenizer
 from stack.errors import ConfigError, DataError, Fault
 
+NAMED = 5
+"""Unfinished stores that are told by name."""
+
 
 @dataclass(frozen=True)
 class ArrayTask:
@@ -150,11 +153,13 @@ class _Order:
 
     def _tell_others(self) -> None:
         """What other settings left unfinished takes room, and may be wanted still."""
-        others = [path.name for path in self.folder.parent.glob("*.partial") if path != self.building.partial]
+        partials = self.folder.parent.glob("*.partial")
+        others = sorted(path.name for path in partials if path != self.building.partial)
         if others:
+            more = f" and {len(others) - NAMED:,} more" if len(others) > NAMED else ""
             self.say(
-                f"{self.folder.parent} holds unfinished stores of other settings or files, to be deleted if no command is to "
-                f"finish them: {', '.join(sorted(others))}"
+                f"{self.folder.parent} holds {len(others):,} unfinished stores of other settings or files, to be deleted if no "
+                f"command is to finish them: {', '.join(others[:NAMED])}{more}"
             )
 
     def _lock(self, shared: bool = False) -> Any:

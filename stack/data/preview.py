@@ -15,7 +15,7 @@ from stack.config.schema_data import DataConfig
 from stack.data.encode import text_blocks
 from stack.data.prepare import mixture_parts
 from stack.data.sources import SOURCES, Document, Source, SourceRequest, Tally
-from stack.data.sources.base import all_documents
+from stack.data.sources.base import all_documents, printable
 from stack.data.tokenizer import TextEncoder, load_tokenizer, train_tokenizer
 from stack.errors import ConfigError, Fault
 
@@ -76,7 +76,7 @@ def show_preview(
         number = 0
         for number, sample in enumerate(islice(samples, count), start=1):
             kept, learned = len(sample.ids), int(sample.targets.sum())
-            head = f"document {number} of {part.name}, {sample.place}: "
+            head = f"document {number} of {part.name}, {printable(sample.place)}: "
             head += f"its first {kept:,} tokens" if sample.cut else f"{kept:,} tokens, {learned:,} learned"
             print(f"═══ {head}", file=stream)
             for row in _rows(sample, tokenizer, colours):

@@ -13,6 +13,7 @@ norms, activations, rotary embedding or the embedding look-up (under 1 % togethe
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -45,7 +46,13 @@ class Flops:
 def forward_flops(spec: ModelSpec, document_lengths: Sequence[int]) -> Flops:
     """FLOPs of one forward over documents of these lengths (tokens)."""
     num_tokens = sum(document_lengths)
-    pairs = sum(_pairs(length, window) for window in spec.windows for length in document_lengths)
+    # Counted first: a row of a million tokens may have as many documents, and most layers have the same window.
+    layers, documents = Counter(spec.windows), Counter(document_lengths)
+    pairs = sum(
+        layers[window] * documents[length] * _pairs(length, window)
+        for window in layers
+        for length in documents
+    )
     return Flops(
         projections=2 * num_tokens * spec.attention_weights,
         attention=round(4 * spec.num_heads * spec.head_dim * pairs),

@@ -13,6 +13,7 @@ from stack.dist.topology import Topology
 from stack.models import spec
 from stack.parallel.checkpointing import checkpoint_blocks
 from stack.parallel.fused import install_fused, rms_norms
+from stack.parallel.kernels import attention_remarks
 from stack.parallel.lean import install_lean, lean_obstacle
 from stack.parallel.tiling import install_head_loss, tile_final_norm, tile_mlps
 from stack.parallel.ulysses import AttentionSettings, install_attention
@@ -50,6 +51,8 @@ def apply_parallelism(
     remarks = install_fused(rms_norms(model), mlps, attentions, memory.fused_kernels, topology.device)
     if lean:
         install_lean(blocks, attentions, settings, model_spec.family, memory, stage)
+        dtype = next(model.parameters()).dtype
+        remarks += attention_remarks(attention, topology.device, dtype, model_spec.head_dim)
     else:
         if memory.tiled_mlp:
             tile_mlps(mlps, memory.mlp_tile, stage)

@@ -83,6 +83,12 @@ def run_in(
     return run(hidden) if module is None else operators.call(module, run, hidden, stops)
 
 
+def entered_before(block: Block) -> list[Module]:
+    """The modules of a checkpointed block that backward enters before it asks for a kept tensor, upon which the block runs
+    again: their gathers come first."""
+    return [block.modules[name] for name in ("mlp", "down_proj") if name in block.modules]
+
+
 def project(op: Operators, work: Work, block: Block, hidden: T) -> tuple[T, T, T]:
     """q, k and v with rotary embedding, from normed hidden states of any number of tokens."""
     shape = work.shape
@@ -219,18 +225,18 @@ def flash_scratch(work: Work, query: int, grouped: bool | None = None) -> int:
     return scratch + (2 * query if (work.grouped if grouped is None else grouped) else 0)
 
 
-def mlp(op: Operators, work: Work, block: Block, hidden: T, stop_at_down: bool = False) -> T:
-    """down(silu(gate) * up), or the experts of `stack/plan/experts.py`."""
+def mlp(op: Operators, work: Work, block: Block, hidden: T, stops: bool = False) -> T:
+    """down(silu(gate) * up), or the experts of `stack/plan/experts.py`. stops: a recomputation ends in the last of it."""
     shape = work.shape
     if shape.num_experts:
         from stack.plan.experts import experts
 
-        return experts(op, work, block, hidden)
+        return experts(op, work, block, hidden, stops)
     op.ledger.operation = "MLP"
     tokens = hidden.size // (shape.hidden * work.width)
     width = tokens * shape.intermediate * work.width
     gate = run_in(op, block, "gate_proj", lambda x: op.linear(x, block["gate_proj"], width, _MLP), hidden)
-    active = op.silu(gate, _MLP)
+    active = run_in(op, block, "act_fn", lambda x: op.silu(x, _MLP), gate)
     del gate
     up = run_in(op, block, "up_proj", lambda x: op.linear(x, block["up_proj"], width, _MLP), hidden)
     product = op.multiply(active, up, _MLP)
@@ -241,7 +247,7 @@ def mlp(op: Operators, work: Work, block: Block, hidden: T, stop_at_down: bool =
         "down_proj",
         lambda x: op.linear(x, block["down_proj"], hidden.size, _MLP),
         product,
-        stops=stop_at_down,
+        stops=stops,
     )
 
 

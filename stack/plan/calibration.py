@@ -8,10 +8,16 @@ from datetime import UTC, datetime
 
 
 def calibration_line(
-    constant: str, value: float, unit: str, measured: str, forecast: float | None, device: str
+    constant: str,
+    value: float,
+    unit: str,
+    measured: str,
+    forecast: float | None,
+    device: str,
+    ranks: int,
 ) -> str:
     """One line. constant: of `machine.UNITS`, or another quantity, which is kept for people. measured: how. forecast: what
-    was expected in its place, None where nothing was."""
+    was expected in its place, None where nothing was. ranks: of the run that measured it."""
     content = {
         "constant": constant,
         "value": value,
@@ -21,5 +27,6 @@ def calibration_line(
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": platform.node(),
         "device": device,
+        "ranks": ranks,
     }
     return json.dumps(content) + "\n"

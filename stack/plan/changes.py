@@ -23,15 +23,28 @@ def preset(group: str, name: str) -> tuple[tuple[str, Any], ...]:
 
 
 def changed(cfg: RunConfig, changes: Changes) -> RunConfig:
-    """`cfg` with the changes, the later winning. A preset sets its own settings and the section's others to defaults."""
+    """`cfg` with the changes, the later winning. A preset takes the place of the one before it; settings that an experiment
+    or the command line had put over that one stay, as they do where the override is pasted."""
     for key, value in changes:
         section, _, name = key.partition(".")
-        if not name:
-            before = getattr(cfg, section)
-            cfg = replace(cfg, **{section: type(before)(**dict(preset(section, value)))})
-        else:
-            cfg = _set(cfg, key.split("."), value)
+        cfg = (
+            _set(cfg, key.split("."), value)
+            if name
+            else replace(cfg, **{key: _other_preset(key, getattr(cfg, section), value)})
+        )
     return cfg
+
+
+def _other_preset(group: str, before: Any, name: str) -> Any:
+    """The section with another preset. One that was set by hand to what its preset has anyway cannot be told from it."""
+    there = (REPO_ROOT / "conf" / group / f"{before.name}.yaml").is_file()
+    by_preset = type(before)(**dict(preset(group, before.name))) if there else type(before)()
+    by_hand = {
+        item.name: getattr(before, item.name)
+        for item in fields(before)
+        if item.name != "name" and getattr(before, item.name) != getattr(by_preset, item.name)
+    }
+    return type(before)(**dict(preset(group, name)) | by_hand)
 
 
 def _set(owner: Any, path: list[str], value: Any) -> Any:

@@ -44,6 +44,7 @@ def plan(cfg: RunConfig, world: int, machine: Machine, documents: tuple[int, ...
         states_bytes=states.parameters + states.gradients + states.optimizer + states.buckets,
     )
     missing = [f"step time: {name} is not known" for name in machine.missing(world)]
+    missing += _left_out(machine, traffic, states) if time.seconds else []
     if 0 < time.seconds < SHORT_S:
         missing.append(f"launching kernels and reading data, which steps below {SHORT_S:.0f} s may wait for")
     constants = machine.constants()
@@ -61,9 +62,22 @@ def plan(cfg: RunConfig, world: int, machine: Machine, documents: tuple[int, ...
         communication=traffic.by_kind(),
         host_traffic_bytes=traffic.host_bytes + traffic.optimizer_bytes,
         not_modelled=[*settings.not_modelled, *missing],
-        assumptions=list(settings.assumed),
+        assumptions=[*settings.assumed, *machine.remarks],
         constants=constants,
     )
+
+
+def _left_out(machine: Machine, traffic: Traffic, states: States) -> list[str]:
+    """Parts of a step time whose rates nobody gave."""
+    site = machine.site
+    parts = (
+        (traffic.spilled_bytes and site.disk_gb_s is None, "waiting for the local disk: site.disk_gb_s"),
+        (
+            states.host_optimizer and site.host_memory_gb_s is None,
+            "the optimizer's own work on the host: site.host_memory_gb_s",
+        ),
+    )
+    return [f"{words} is not known, and the step time leaves it out" for wanted, words in parts if wanted]
 
 
 def describe(settings: Settings) -> dict[str, object]:
@@ -97,7 +111,7 @@ def with_overhead(memory: Memory, settings: Settings, machine: Machine, pools: i
     neighbours = min(sp, site.gpus_a_node or sp) - 1
     communication = site.communicator_gib * communicators + site.exchange_gib * neighbours
     # A measured reserve has the pools in it.
-    reserve = site.reserve_share * memory.peak.num_bytes + (0 if machine.calibrated else pools)
+    reserve = site.reserve_share * memory.peak.num_bytes + (0 if machine.calibrated(world) else pools)
     overhead = site.context_gib * GIB + reserve
     return replace(memory, communication_bytes=round(communication * GIB), overhead_bytes=round(overhead))
 

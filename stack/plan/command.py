@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from stack.config import derive
-from stack.config.checks import check
-from stack.config.compose import compose_config
+from stack.config.compose import from_command_line
 from stack.config.schema import RunConfig
 from stack.errors import ConfigError, Fault
 from stack.plan import report
 from stack.plan.forecast import Forecast
-from stack.plan.levers import Lever, Run, room_left, stack_levers, try_levers
+from stack.plan.levers import Lever, Run, faults_of, room_left, stack_levers, try_levers
 from stack.plan.machine import read_machine
-from stack.plan.search import Point, fewest_gpus, longest, sweep_lengths
+from stack.plan.search import Point, fewest_gpus, longest, sweep_lengths, what_ends
 from stack.plan.verdict import EXIT_CODES, NO, Verdict, verdict
-
-ELSEWHERE = ("data.path", "memory.spill_folder", "memory.fused_kernels", "checkpoint.weights_from")
-"""Settings whose check looks at this machine, which need not be the one that trains."""
 
 APART = 0.03
 """Share by which the tiers may differ before both are shown."""
@@ -73,10 +70,12 @@ def read_arguments(arguments: Sequence[str]) -> Request:
         faults.append(Fault("gpus", words["gpus"], "a number of ranks", "gpus=8"))
     if words.get("search", "max_seq") not in ("max_seq", "min_gpus"):
         faults.append(Fault("search", words["search"], "max_seq or min_gpus", "search=max_seq"))
-    if "sweep" in words and not re.fullmatch(r"seq:\d+(,\d+)*", words["sweep"]):
+    if "sweep" in words and not re.fullmatch(r"seq:[1-9]\d*(,[1-9]\d*)*", words["sweep"]):
         faults.append(Fault("sweep", words["sweep"], "seq: and lengths in tokens", "sweep=seq:131072,262144"))
     if not re.fullmatch(r"auto|all|[1-9]\d*", words.get("layers", "auto")):
         faults.append(Fault("layers", words["layers"], "auto, all or a number of layers", "layers=auto"))
+    if not words.get("png", ".png").lower().endswith(".png"):
+        faults.append(Fault("png", words["png"], "a file whose name ends with .png", "png=/tmp/plan.png"))
     if "search" in words and "sweep" in words:
         faults.append(Fault("sweep", words["sweep"], "nothing beside search", "leave one of them out"))
     if faults:
@@ -93,11 +92,13 @@ def num_ranks(cfg: RunConfig, given: str | None) -> int:
     return cfg.parallel.sp
 
 
-def read_run(request: Request) -> Run:
-    """Raises ConfigError with every fault."""
-    cfg = compose_config(request.overrides, strict=False)
+def read_run(request: Request) -> Run | None:
+    """None if the command line asked one of Hydra's questions, which is answered then. Raises ConfigError with every fault."""
+    cfg = from_command_line(request.overrides, strict=False)
+    if cfg is None:
+        return None
     world = num_ranks(cfg, request.words.get("gpus"))
-    if faults := [fault for fault in check(cfg, world) if fault.key not in ELSEWHERE]:
+    if faults := faults_of(cfg, world):
         raise ConfigError(faults)
     machine = read_machine(cfg.site, request.words.get("calibration"))
     given = request.words.get("documents")
@@ -123,11 +124,13 @@ def run_command(arguments: Sequence[str], exact: Exact, tell: Callable[[str], No
     """Plan, and tell. exact: `stack/bench/exact.py: count`. Returns the exit code, see `verdict.EXIT_CODES`."""
     request = read_arguments(arguments)
     run = read_run(request)
+    if run is None:
+        return 0
     found = run.plan()
     told: dict[str, Any] = {"forecast": found.forecast.as_dict()}
     if request.flag("exact", False):
-        found = _with_exact(request, run, found, exact, tell)
-        told["exact"] = found.forecast.as_dict()
+        found, counted = _with_exact(request, run, found, exact, tell)
+        told["exact"] = counted.as_dict()
     tell(report.report(found))
     if "search" in request.words or "sweep" in request.words:
         points, code = _search(request, run, tell)
@@ -141,16 +144,27 @@ def run_command(arguments: Sequence[str], exact: Exact, tell: Callable[[str], No
     told["verdict"] = _as_dict(found)
     if file := request.words.get("json"):
         path = Path(file).expanduser()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(told, indent=1), encoding="utf-8")
+        with _written("json", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(told, indent=1), encoding="utf-8")
         tell(f"\nwritten: {path}")
     return code
 
 
+@contextmanager
+def _written(word: str, path: Path) -> Iterator[None]:
+    """Raises ConfigError where the file cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        want = f"a file that can be written here ({error.strerror or error})"
+        raise ConfigError([Fault(word, str(path), want, f"{word}=/tmp/plan.{word}")]) from error
+
+
 def _with_exact(
     request: Request, run: Run, closed: Verdict, exact: Exact, tell: Callable[[str], None]
-) -> Verdict:
-    """The verdict by the exact count where the tiers differ, else by the closed form, whose time it keeps."""
+) -> tuple[Verdict, Forecast]:
+    """The verdict by the exact count where the tiers differ, else by the closed form, whose time it keeps; and the count."""
     layers = request.words.get("layers", "auto")
     counted = exact(run.cfg, run.world, int(layers) if layers.isdigit() else layers)
     apart = closed.forecast.memory.peak.num_bytes / counted.memory.peak.num_bytes - 1
@@ -163,7 +177,7 @@ def _with_exact(
     counted.memory.overhead_bytes = mine.memory.overhead_bytes
     counted.host.buffer_bytes = counted.host.buffer_bytes or mine.host.buffer_bytes
     counted.host.ranks_a_node = mine.host.ranks_a_node
-    return verdict(counted, run.machine) if abs(apart) > APART else closed
+    return verdict(counted, run.machine) if abs(apart) > APART else closed, counted
 
 
 def _levers(run: Run, found: Verdict, tell: Callable[[str], None]) -> tuple[list[Lever], list[Lever]]:
@@ -191,18 +205,17 @@ def _search(request: Request, run: Run, tell: Callable[[str], None]) -> tuple[li
         fitting = [point for point in points if point.fits]
         title = f"fewest GPUs: {fitting[-1].label}" if fitting else f"no number up to {points[-1].label} fits"
     else:
-        points = sweep_lengths(
-            run, [int(text) for text in request.words["sweep"].partition(":")[2].split(",")]
-        )
-        fitting, title = points, "lengths"
-    beyond = [point for point in points if not point.fits]
-    if beyond and kind == "max_seq":
-        title += f"; beyond it {'; '.join(beyond[0].found.reasons)}"
+        lengths = {int(text) for text in request.words["sweep"].partition(":")[2].split(",")}
+        points = sweep_lengths(run, sorted(lengths))
+        fitting, title = [point for point in points if point.fits], "lengths"
+    if kind == "max_seq":
+        title += f"; beyond it {what_ends(run, points)}" if fitting else f": {what_ends(run, points)}"
     tell(f"\n{title}\n{report.point_table(points)}")
     from stack.plan.chart import draw
 
     file = Path(request.words.get("png") or f"plan_{run.cfg.name}_{kind}.png").expanduser()
-    draw(points, f"{run.cfg.model.name} on {run.cfg.site.card or run.cfg.site.name}: {title}", file)
+    with _written("png", file):
+        draw(points, f"{run.cfg.model.name} on {run.cfg.site.card or run.cfg.site.name}: {title}", file)
     tell(f"\npicture: {file}")
     return points, 0 if fitting else EXIT_CODES[NO]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stack.plan.blocks import Block, Work, run_in
+from stack.plan.blocks import Block, Work
 from stack.plan.forecast import GATHERED, MLP
 from stack.plan.operators import Operators
 from stack.plan.tensors import INDEX, T
@@ -15,22 +15,20 @@ _MLP, _GATHERED = INDEX[MLP], INDEX[GATHERED]
 INT64 = 8
 
 
-def experts(op: Operators, work: Work, block: Block, hidden: T) -> T:
-    """Router and experts; hidden of any number of tokens in, the same size out."""
+def experts(op: Operators, work: Work, block: Block, hidden: T, stops: bool = False) -> T:
+    """Router and experts; hidden of any number of tokens in, the same size out. stops: see `_chosen`."""
     shape = work.shape
     op.ledger.operation = "experts"
     tokens = hidden.size // (shape.hidden * work.width)
     pairs = tokens * shape.experts_per_token
-    weights, places = run_in(op, block, "gate", lambda x: x, hidden), None
-    del weights
-    scores, places = _route(op, work, block, hidden, tokens, pairs)
-    return run_in(
-        op, block, "experts", lambda x: _chosen(op, work, block, x, scores, places, tokens, pairs), hidden
-    )
+    logits, scores, places = _route(op, work, block, hidden, tokens, pairs)
+    out = _chosen(op, work, block, hidden, scores, places, pairs, stops)
+    del logits  # nobody reads them, but the router's results have names to the end
+    return out
 
 
-def _route(op: Operators, work: Work, block: Block, hidden: T, tokens: int, pairs: int) -> tuple[T, T]:
-    """(weights of the chosen experts, their numbers)."""
+def _route(op: Operators, work: Work, block: Block, hidden: T, tokens: int, pairs: int) -> tuple[T, T, T]:
+    """(logits, weights of the chosen experts, their numbers)."""
     every = tokens * work.shape.num_experts * work.width
     logits = op.linear(hidden, block["gate"], every, _MLP)
     probable = op.record(
@@ -52,16 +50,27 @@ def _route(op: Operators, work: Work, block: Block, hidden: T, tokens: int, pair
         [places],
         lambda saved, grads: [op.new(4 * pairs, _MLP)],
     )
-    return scores, places
+    return logits, scores, places
 
 
 def _chosen(
-    op: Operators, work: Work, block: Block, hidden: T, scores: T, places: T, tokens: int, pairs: int
+    op: Operators,
+    work: Work,
+    block: Block,
+    hidden: T,
+    scores: T,
+    places: T,
+    pairs: int,
+    stops: bool,
 ) -> T:
+    """stops: a recomputation ends at the last tensor that is kept, the order back, so what follows is never made.
+
+    What the function there holds by name, the rows by expert and what the experts made of them, is alive to its end.
+    """
     wide, narrow = pairs * work.shape.hidden * work.width, pairs * work.shape.intermediate * work.width
     order, sorted_places = op.new(INT64 * pairs, _MLP), op.new(INT64 * pairs, _MLP)
     rows = op.new(INT64 * pairs, _MLP)
-    size = hidden.size
+    size, few = hidden.size, pairs * work.width
 
     def scatter(saved: list[T], grads: list[T | None]) -> Sequence[T | None]:
         op.ledger.operation = "backward of the experts"
@@ -69,8 +78,11 @@ def _chosen(
 
     selected = op.record("select", [hidden], op.new(wide, _MLP), [rows], scatter)
     del rows
+    scores = op.record(
+        "select", [scores], op.new(few, _MLP), [order], lambda saved, grads: [op.new(few, _MLP)]
+    )
+    counted = op.new(4 * pairs, _MLP)  # the experts' numbers once more, as the histogram takes them
     both = _grouped(op, selected, block["gate_up_proj"], 2 * narrow)
-    del_selected = selected
     gate, up = _halves(op, both, narrow)
     del both
     active = op.silu(gate, _MLP)
@@ -82,29 +94,39 @@ def _chosen(
     def weigh(saved: list[T], grads: list[T | None]) -> Sequence[T | None]:
         to_out = op.new(wide, _MLP)
         op.new(wide, _MLP)  # the weights' gradient before it is summed
-        return [to_out, op.new(pairs * work.width, _MLP)]
+        return [to_out, op.new(few, _MLP)]
 
-    weighted = op.record("weigh", [out, scores], op.new(wide, _MLP), [out], weigh)
-    del out
-    back_order = op.new(INT64 * pairs, _MLP)
-    sorted_back = op.record(
-        "select", [weighted], op.new(wide, _MLP), [back_order], lambda saved, grads: [op.new(wide, _MLP)]
-    )
-    del weighted
-    # Its gradient is one row for all experts of a token, which the view before the sum copies.
-    total = op.record("sum", [sorted_back], op.new(size, _MLP), [], lambda saved, grads: [op.new(wide, _MLP)])
-    del sorted_back, del_selected, order, sorted_places
+    behind = [op.record("weigh", [out, scores], op.new(wide, _MLP), [out], weigh)]
+    total = _summed(op, behind, INT64 * pairs, 0 if stops else size, wide)
+    del selected, out, order, sorted_places, counted
     return total
+
+
+def _summed(op: Operators, given: list[T], order: int, size: int, wide: int) -> T:
+    """What the experts made, `given`, back in the tokens' order and summed. size: of the sum, 0 where a recomputation ends
+    before it; order: of the order back; wide: of `given`."""
+    back_order = op.new(order, _MLP)
+    sorted_back = op.record(
+        "select",
+        [given.pop()],
+        op.new(wide if size else 0, _MLP),
+        [back_order],
+        lambda saved, grads: [op.new(wide, _MLP)],
+    )
+    # Its gradient is one row for all experts of a token, which the view before the sum copies.
+    return op.record("sum", [sorted_back], op.new(size, _MLP), [], lambda saved, grads: [op.new(wide, _MLP)])
 
 
 def _grouped(op: Operators, hidden: T, param: Param, size: int) -> T:
     given = hidden.size
+    # A view of the gathered weights is kept, which outlives their release where nothing runs again.
+    weight = [] if param.data is None else [T(param.data, param.numel * op.width)]
 
     def back(saved: list[T], grads: list[T | None]) -> Sequence[T | None]:
         to_input = op.new(given, _MLP)
         return [to_input, op.new(param.numel * op.width, _GATHERED)]
 
-    return op.record("grouped", [hidden, param], op.new(size, _MLP), [hidden], back)
+    return op.record("grouped", [hidden, param], op.new(size, _MLP), [hidden, *weight], back)
 
 
 def _halves(op: Operators, both: T, size: int) -> tuple[T, T]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from stack.plan import lean
-from stack.plan.blocks import Block, Work, attention_half, mlp, run_in
+from stack.plan.blocks import Block, Work, attention_half, entered_before, mlp, run_in
 from stack.plan.forecast import HIDDEN, KEPT, MLP
 from stack.plan.operators import Capture, Operators
 from stack.plan.tensors import INDEX, T, backward
@@ -50,7 +50,7 @@ class Form:
         )
         if self.mlp_tile is None:
             out = run_in(
-                op, block, "mlp", lambda x: mlp(op, work, block, x, stop_at_down=again), normed, stops=again
+                op, block, "mlp", lambda x: mlp(op, work, block, x, stops=again), normed, stops=again
             )
         else:
             module, params = block.modules["mlp"], block.modules["mlp"].params
@@ -74,6 +74,8 @@ class Form:
 
         def back(saved: list[T], grads: list[T | None]) -> Sequence[T | None]:
             op.ledger.layer, op.ledger.operation = layer, "the layer's input comes back"
+            for module in entered_before(block):
+                op.zero.fetch(module)
             capture = Capture([])
             given = op.new(self.work.hidden, _KEPT) if self.offload else saved[0]
             with op.capturing(capture):

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from stack.config.model_checks import KEEPS_SCORES
 from stack.plan.blocks import Block, Work, flash_scratch, mlp, project
 from stack.plan.forecast import ATTENTION, GATHERED, HIDDEN, KEPT, MLP
 from stack.plan.operators import Capture, Operators
@@ -57,8 +58,8 @@ class Layer:
 
     @property
     def recomputes(self) -> bool:
-        """Only torch's own kernel hands out what backward needs; of others forward runs again (parallel/kernels.py)."""
-        return self.work.attention != "sdpa"
+        """Only torch's own operators hand out what backward needs; of others forward runs again (parallel/kernels.py)."""
+        return self.work.attention not in KEEPS_SCORES
 
 
 @dataclass(eq=False)

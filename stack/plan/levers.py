@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from stack.config.checks import check
 from stack.config.schema import RunConfig
-from stack.errors import ConfigError
+from stack.errors import ConfigError, Fault
 from stack.plan.changes import Changes, as_overrides, changed
 from stack.plan.closed_form import plan
 from stack.plan.forecast import GIB
@@ -15,6 +16,14 @@ from stack.plan.verdict import CLOSE, FITS, NO, Verdict, verdict
 
 LEAST_GIB = 0.05
 """What a lever must save to be worth a line."""
+
+ELSEWHERE = ("data.path", "memory.spill_folder", "memory.fused_kernels", "checkpoint.weights_from")
+"""Settings whose check looks at this machine, which need not be the one that trains."""
+
+
+def faults_of(cfg: RunConfig, world: int) -> list[Fault]:
+    """What launch/train.py would refuse on `world` ranks, but for what only the training machine knows."""
+    return [fault for fault in check(cfg, world) if fault.key not in ELSEWHERE]
 
 
 @dataclass(frozen=True)
@@ -27,10 +36,13 @@ class Run:
     documents: tuple[int, ...] | None = None
 
     def plan(self, changes: Changes = ()) -> Verdict:
-        """With changes; `gpus` among them is the number of ranks. Raises ConfigError."""
+        """With changes; `gpus` among them is the number of ranks. Raises ConfigError, also for changes that a start would
+        refuse: they are no use to anybody."""
         world = next((value for key, value in reversed(changes) if key == "gpus"), self.world)
         settings = tuple((key, value) for key, value in changes if key != "gpus")
         cfg = changed(self.cfg, settings)
+        if changes and (faults := faults_of(cfg, world)):
+            raise ConfigError(faults)
         return verdict(plan(cfg, world, self.machine, self.documents), self.machine)
 
 
@@ -84,17 +96,18 @@ def stack_levers(run: Run, before: Verdict, ranked: list[Lever]) -> list[Lever]:
 
 
 def room_left(found: Verdict) -> bool:
-    """The device and the host have room, whether or not anything of this size has been proven."""
-    return found.answer != NO and found.need_bytes <= CLOSE * found.card_bytes
+    """The device and the host have room, whether or not anything of this size has been proven. Of a card that is not known
+    nothing better can be asked."""
+    return found.answer != NO and (not found.card_bytes or found.need_bytes <= CLOSE * found.card_bytes)
 
 
 def _by_need(run: Run, before: Verdict, ranked: list[Lever]) -> list[Lever]:
-    """Cheap levers first. Where the host has no room, first what relieves it."""
+    """Cheap levers first, more GPUs last, as they are not a setting. Where the host has no room, first what relieves it."""
     host_full = any("host memory" in reason for reason in before.reasons) and before.answer != FITS
-    if not host_full:
-        return ranked
-    relief = [one for changes in _host_levers(run) if (one := _try(run, before, (), changes)) is not None]
-    return sorted((one for one in relief if one.host_gib < 0), key=lambda one: one.seconds) + ranked
+    relief = [_try(run, before, (), changes) for changes in _host_levers(run)] if host_full else []
+    helping = [one for one in relief if one is not None and one.host_gib < 0]
+    found = sorted(helping, key=lambda one: one.seconds) + ranked
+    return sorted(found, key=lambda one: one.changes[0][0] == "gpus")
 
 
 def _try(run: Run, before: Verdict, earlier: Changes, changes: Changes) -> Lever | None:
@@ -169,6 +182,6 @@ def _host_levers(run: Run) -> Iterator[Changes]:
 
 
 def _more_gpus(run: Run) -> Iterator[Changes]:
-    """Twice the GPUs: the row over twice as many where the heads allow it, else twice the rows."""
-    sp = run.cfg.parallel.sp
-    yield (("gpus", 2 * run.world), ("parallel.sp", 2 * sp))
+    """Twice the GPUs: the row over twice as many, where the heads allow it, or twice the rows."""
+    yield (("gpus", 2 * run.world), ("parallel.sp", 2 * run.cfg.parallel.sp))
+    yield (("gpus", 2 * run.world),)

@@ -143,7 +143,8 @@ class Operators:
         return self.record("copy", [of], output, [], lambda saved, grads: [grads[0]])
 
     def call(self, module: Module, run: Callable[[T], T], hidden: T, stops: bool = False) -> T:
-        """A module with DeepSpeed's hooks. stops: a recomputation ends inside it, so that nothing behind it happens."""
+        """A module with DeepSpeed's hooks. stops: a recomputation ends inside it, so that nothing behind it happens, and its
+        hook for backward has run before (`blocks.entered_before`)."""
         self.zero.fetch(module)
 
         def leave(saved: list[T], grads: list[T | None]) -> Sequence[T | None]:
@@ -156,8 +157,9 @@ class Operators:
 
         hidden = self.record(module.name, [hidden], T(hidden.store, hidden.size), [], leave)
         output = run(hidden)
-        if not stops:
-            self.zero.release(module)
+        if stops:
+            return output
+        self.zero.release(module)
         return self.behind(module, output)
 
     def behind(self, module: Module, output: T) -> T:

@@ -61,9 +61,10 @@ def host_lines(found: Verdict) -> str:
         "process": host.buffer_bytes,
     }
     told = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size)
+    there = f", of {found.host_bytes / GIB:,.1f}" if found.host_bytes else ", of an amount that is not known"
     lines = [
         f"host memory, GiB: {host.rank_bytes / GIB:.1f} a rank ({told}), {host.node_bytes / GIB:.1f} a node of "
-        f"{host.ranks_a_node} rank(s)"
+        f"{host.ranks_a_node} rank(s){there}"
     ]
     if host.spilled_bytes:
         lines.append(f"  on the local disk {host.spilled_bytes * host.ranks_a_node / GIB:.1f} GiB a node")
@@ -92,6 +93,8 @@ def time_lines(found: Verdict) -> str:
         total = time.seconds * forecast.steps
         hours = total * ranks / 3600
         lines.append(f"whole run: {forecast.steps} steps, {duration(total)}, {hours:,.1f} GPU-hours")
+    else:
+        lines.append("whole run: not known before the text is prepared, as schedule.epochs counts its steps")
     return "\n".join(lines)
 
 

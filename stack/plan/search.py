@@ -54,21 +54,40 @@ def sweep_lengths(run: Run, lengths: Sequence[int]) -> list[Point]:
 
 def longest(run: Run) -> list[Point]:
     """Plans at lengths around the longest that fits, ascending; the last that fits is the answer. One point that does not
-    fit if even the shortest is too much."""
+    fit if even the shortest is too much. A length that a start would refuse, as beyond a model's positions, counts as one
+    that does not fit, without a point. Raises ConfigError if that is the shortest."""
     step = STEP * run.cfg.parallel.sp
     low, high = 0, step
     points: dict[int, Point] = {}
 
     def fits(length: int) -> bool:
-        points[length] = _point(run, (("data.seq_len", length),))
+        try:
+            points[length] = _point(run, (("data.seq_len", length),))
+        except ConfigError:
+            if length == step:
+                raise
+            return False
         return points[length].fits
 
     while high <= MOST_TOKENS and fits(high):
         low, high = high, 2 * high
-    while high - low > max(step, low // 100) and low:
+    while low and high <= MOST_TOKENS and high - low > max(step, low // 100):
         middle = (low + high) // 2 // step * step
         low, high = (middle, high) if fits(middle) else (low, middle)
     return [points[length] for length in sorted(points)]
+
+
+def what_ends(run: Run, points: Sequence[Point]) -> str:
+    """Why `longest` found no longer row, in words. points: its own."""
+    beyond = [point for point in points if not point.fits]
+    if beyond:
+        return "; ".join(beyond[0].found.reasons)
+    last = points[-1].seq_len
+    try:
+        _point(run, (("data.seq_len", last + max(STEP * run.cfg.parallel.sp, last // 100)),))
+    except ConfigError as error:
+        return "; ".join(f"{fault.key}: expected {fault.want}" for fault in error.faults)
+    return "none was looked for"
 
 
 def fewest_gpus(run: Run) -> list[Point]:

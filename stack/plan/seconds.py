@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, cast
 
+from stack.config.model_checks import KEEPS_SCORES
 from stack.models.flops import forward_flops, hardware_flops, model_flops
 from stack.plan.forecast import Flops, StepTime
 from stack.plan.machine import Machine
@@ -85,7 +86,7 @@ def step_time(
     hidden["gathers and reductions"] = gather - seen
     parts["offload"], hidden["kept activations"] = _offload(settings, machine, traffic, computing)
     parts["optimizer"] = _optimizer(settings, machine, states, traffic)
-    spread = 0.5 if machine.calibrated else 1.0
+    spread = 0.5 if machine.rates_measured else 1.0
     total = sum(parts.values())
     off = spread * math.sqrt(sum((SPREAD[name] * seconds) ** 2 for name, seconds in parts.items()))
     return StepTime(
@@ -101,7 +102,9 @@ def _work(settings: Settings, flops: Flops) -> Work:
     """What kernels run: attention's backward takes 2.5 forwards, as it computes the scores again."""
     again = settings.cfg.memory.checkpointing == "full" and not settings.lean
     attention = flops.attention * (4.5 / 4 if again else 3.5 / 3)
-    if settings.lean and settings.work.attention != "sdpa":  # it runs forward again for its log-sum-exp
+    if (
+        settings.lean and settings.work.attention not in KEEPS_SCORES
+    ):  # it runs forward again for its log-sum-exp
         attention += flops.attention / 3
     return Work(attention / settings.world, (flops.hardware - flops.attention) / settings.world)
 

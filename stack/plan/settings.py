@@ -170,6 +170,8 @@ def _not_modelled(cfg: RunConfig, shape: Shape) -> list[str]:
         found.append(f"scratch of {cfg.model.attention}: counted as that of FlashAttention 2")
     if "nvme" in (cfg.engine.offload_optimizer, cfg.engine.offload_param):
         found.append("speed and buffers of DeepSpeed's NVMe swapping")
+    if cfg.engine.offload_param != "none":
+        found.append("time of fetching parameters from where they are offloaded")
     if shape.num_experts:
         found.append("uneven routing: every token is counted with its experts, and experts are equally busy")
         found.append("memory inside grouped matrix products")
@@ -179,6 +181,10 @@ def _not_modelled(cfg: RunConfig, shape: Shape) -> list[str]:
         found.append("time that frozen parameters save")
     if cfg.site.device == "cpu":
         found.append("CPU ranks: one memory holds what is listed here as device's and as host's")
+    if cfg.engine.precision == "fp32" and cfg.site.device != "cpu":
+        found.append(
+            "rates of fp32: the step time takes those of 16-bit products and kernels, which are several times higher"
+        )
     if cfg.engine.precision == "fp16":
         found.append("steps that the loss scaler skips")
     return found

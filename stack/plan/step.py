@@ -128,13 +128,14 @@ def build(settings: Settings) -> Model:
                 for (name, _, _), short in zip(shape.layer, params, strict=True)
                 if name.startswith("mlp.")
             ]
-            if memory.tiled_mlp:
+            # Blocks of experts are leaves by DeepSpeed's own list (runtime/zero/leaf_module_config.py).
+            whole_mlp = memory.tiled_mlp or shape.num_experts > 0
+            if whole_mlp:
                 modules["mlp"] = Module("mlp", [params[short] for short in inside], leaf=True)
-            elif shape.num_experts:
-                modules["experts"] = Module("experts", [params["gate_up_proj"], params["down_proj"]])
-                modules["gate"] = Module("gate", [params["gate"]])
+            else:
+                modules["act_fn"] = Module("act_fn", [])
             for short in params:
-                if short.endswith(".bias") or ((memory.tiled_mlp or shape.num_experts) and short in inside):
+                if short.endswith(".bias") or (whole_mlp and short in inside):
                     continue
                 modules[short] = Module(
                     short, [params[key] for key in (short, f"{short}.bias") if key in params]
@@ -178,6 +179,8 @@ def _micro_batch(settings: Settings, op: Operators, model: Model) -> None:
     op.zero.fetch(model.root)
     op.zero.fetch(model.body)
     embedded = _embed(op, model, work.hidden)
+    # It has no parameters, but fetches ahead as every module does.
+    op.zero.fetch(Module("rotary embedding", []))
     angles = op.new(2 * work.tokens * work.shape.head_dim * work.width, _ATTENTION)
     hidden = embedded
     number = len(model.blocks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stack.config.kept import host_bytes, layer_tensors
 from stack.plan.settings import Settings
 from stack.plan.step import Counted
 
@@ -11,14 +12,12 @@ OPTIMIZER_COPIES = 18
 """Bytes an element that an optimizer on the host moves in a step: fp32 gradients out, back, out again and once more for
 their norm, 16-bit weights back (DeepSpeed 0.19, `partition_grads` of stage3.py; as the exact count has it)."""
 
-SLAB, ALIGN, FEW = 16 << 20, 64, 64
-"""Of `ops/host_store.py`: bytes of a slab of host memory, of the places in it, and how many of a small one make a layer."""
-
 
 @dataclass(frozen=True)
 class Traffic:
     """Of one rank and optimizer step, in bytes. host_bytes: of kept activations, both ways; optimizer_bytes:
-    of gradients and weights, where the optimizer is on the host."""
+    of gradients and weights, where the optimizer is on the host; kept_bytes: host memory that kept activations take;
+    spilled_bytes: what of them is written to the local disk."""
 
     exchange_bytes: int
     gathered_bytes: int
@@ -41,18 +40,16 @@ class Traffic:
 def traffic_of(settings: Settings, counted: Counted) -> Traffic:
     cfg = settings.cfg
     times = cfg.engine.accumulation
-    kept = _kept(settings)
-    bound = None if cfg.memory.host_gib is None else round(cfg.memory.host_gib * 2**30)
+    kept = host_bytes(cfg, settings.shape, settings.lean, on_gpu=cfg.site.device != "cpu")
     states, on_host = counted.states, cfg.engine.offload_optimizer != "none"
-    in_memory = kept if bound is None else min(kept, bound)
     return Traffic(
         exchange_bytes=times * settings.shape.num_layers * _exchanged(settings),
         gathered_bytes=times * counted.gathered_bytes + counted.renewed_bytes if settings.world > 1 else 0,
         reduced_bytes=times * counted.reduced_bytes if settings.world > 1 else 0,
         host_bytes=times * 2 * _copied(settings),
         optimizer_bytes=OPTIMIZER_COPIES * states.trained_elements if on_host else 0,
-        kept_bytes=in_memory,
-        spilled_bytes=kept - in_memory,
+        kept_bytes=kept.in_memory,
+        spilled_bytes=kept.in_file,
     )
 
 
@@ -69,31 +66,8 @@ def _exchanged(settings: Settings) -> int:
     return there * (2 if settings.cfg.memory.checkpointing == "full" else 1) + back
 
 
-def _layer_tensors(settings: Settings) -> list[int]:
-    """Bytes of the tensors of one layer that go to the host."""
-    work = settings.work
-    if not settings.cfg.memory.offload:
-        return []
-    if not settings.lean:
-        return [work.hidden]
-    # A kernel that cannot hand out its log-sum-exp runs again, and none is kept.
-    return [work.hidden, work.query, *([work.scores] if work.attention == "sdpa" else [])]
-
-
 def _copied(settings: Settings) -> int:
-    return settings.shape.num_layers * sum(_layer_tensors(settings))
-
-
-def _kept(settings: Settings) -> int:
-    """Host memory that they take: slabs of lean layers, page-locked tensors of checkpointed ones."""
-    tensors = _layer_tensors(settings)
-    if not tensors:
+    """Bytes that go to the host in a forward."""
+    if not settings.cfg.memory.offload:
         return 0
-    layers = settings.shape.num_layers
-    if settings.lean:
-        layer = sum(-(-size // ALIGN) * ALIGN for size in tensors)
-        slab = min(layer, SLAB)
-        return layers * -(-layer // slab) * slab
-    pinned = settings.cfg.memory.pin_memory and settings.cfg.site.device != "cpu"
-    # torch rounds page-locked memory up to a power of two.
-    return layers * (1 << (tensors[0] - 1).bit_length() if pinned else tensors[0])
+    return settings.shape.num_layers * sum(layer_tensors(settings.cfg, settings.shape, settings.lean))

@@ -6,10 +6,11 @@ For a launch:
     found = gate(cfg, world)            # a Verdict; .answer, .reasons, .forecast
     if found.refuses(cfg.plan.gate): ...
 
-The rule. Need is the forecast's live bytes with a margin for what no CPU can know: 5 % and 2 GiB on one device, 10 % and
-NCCL's buffers and 4 GiB on several; with constants measured on the machine 3 % and what was measured. A need above the
-card's memory does not fit; within a tenth of it is tight. Where published runs have been found to need more than this
-forecast says, the answer is `unproven` in place of `fits`: over 16 ranks a row, over 2 nodes, over 30 billion parameters.
+The rule. Need is the forecast's live bytes with a margin for what no CPU can know: 5 % and 2 GiB on one device, 12 % and
+NCCL's buffers and 4 GiB on several (so that no length which a published run calls its longest is a certain fit); with
+constants that a run of as many ranks measured on the machine 3 % and what was measured. A need above the card's memory does
+not fit; within a tenth of it is tight. Where published runs have been found to need more than this forecast says, the
+answer is `unproven` in place of `fits`: over 16 ranks a row, over 2 nodes, over 30 billion parameters.
 """
 
 from __future__ import annotations
@@ -36,13 +37,15 @@ PROVEN_SP, PROVEN_NODES, PROVEN_PARAMETERS = 16, 2, 30e9
 
 @dataclass
 class Verdict:
-    """answer: one of `EXIT_CODES`. need_bytes: of the card, with the margin; card_bytes: what it has, 0 if unknown."""
+    """answer: one of `EXIT_CODES`. need_bytes: of the card, with the margin; card_bytes, host_bytes: what the card and a
+    node's host have, 0 if unknown."""
 
     answer: str
     reasons: list[str]
     need_bytes: int
     card_bytes: int
     forecast: Forecast = field(repr=False)
+    host_bytes: int = 0
 
     @property
     def exit_code(self) -> int:
@@ -59,11 +62,11 @@ def need_of(forecast: Forecast, machine: Machine) -> int:
     peak = memory.peak.num_bytes
     if machine.site.device == "cpu":
         return peak
-    if machine.calibrated:
+    if machine.calibrated(ranks):
         return round(1.03 * memory.needed_bytes)
     if ranks == 1:
         return round(1.05 * peak + 2 * GIB)
-    return round(1.10 * peak + memory.communication_bytes + 4 * GIB)
+    return round(1.12 * peak + memory.communication_bytes + 4 * GIB)
 
 
 def verdict(forecast: Forecast, machine: Machine) -> Verdict:
@@ -86,7 +89,7 @@ def verdict(forecast: Forecast, machine: Machine) -> Verdict:
     _judge_ranks(forecast, machine, answers, reasons)
     _judge_reach(forecast, machine, answers, reasons)
     answer = next(one for one in (NO, UNPROVEN, TIGHT, FITS) if one in answers)
-    return Verdict(answer, reasons, need, card, forecast)
+    return Verdict(answer, reasons, need, card, forecast, round((site.host_memory_gib or 0) * GIB))
 
 
 def _judge_host(forecast: Forecast, machine: Machine, answers: set[str], reasons: list[str]) -> None:
@@ -115,14 +118,15 @@ def _judge_ranks(forecast: Forecast, machine: Machine, answers: set[str], reason
 
 
 def _judge_reach(forecast: Forecast, machine: Machine, answers: set[str], reasons: list[str]) -> None:
-    """How far measured runs reach."""
-    if machine.calibrated or machine.site.device == "cpu":
+    """How far measured runs reach. A measurement on as many ranks says nothing of a model of another size."""
+    run, ranks = forecast.run, int(forecast.run["ranks"])
+    if machine.site.device == "cpu":
         return
-    run = forecast.run
-    nodes = -(-int(run["ranks"]) // (machine.site.gpus_a_node or 8))
+    nodes = -(-ranks // (machine.site.gpus_a_node or 8))
+    unmeasured = not machine.calibrated(ranks)
     for beyond, words in (
-        (int(run["sp"]) > PROVEN_SP, f"parallel.sp={run['sp']} is above {PROVEN_SP}"),
-        (nodes > PROVEN_NODES, f"{nodes} nodes are more than {PROVEN_NODES}"),
+        (unmeasured and int(run["sp"]) > PROVEN_SP, f"parallel.sp={run['sp']} is above {PROVEN_SP}"),
+        (unmeasured and nodes > PROVEN_NODES, f"{nodes} nodes are more than {PROVEN_NODES}"),
         (
             int(run["parameters"]) > PROVEN_PARAMETERS,
             f"{int(run['parameters']) / 1e9:.0f} billion parameters are above 30",

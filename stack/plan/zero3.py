@@ -36,10 +36,12 @@ class Param:
 
 @dataclass(eq=False)
 class Handle:
-    """A gather under way. buffer: what several parameters arrive in."""
+    """A gather under way. buffer: what several parameters arrive in. copied: they have been taken out of it; DeepSpeed does
+    so once, for all of them, when the first is asked for, so that one let go since then does not come back with another."""
 
     params: list[Param]
     buffer: Storage
+    copied: bool = False
 
 
 @dataclass(eq=False)
@@ -200,9 +202,10 @@ class Zero3:
         if len(handle.params) == 1:
             asked.data, asked.handle = handle.buffer, None
             return
-        for param in handle.params:
-            if param.data is None:
+        if not handle.copied:
+            for param in handle.params:
                 param.data = Storage(self.ledger, param.numel * self.settings.width, _GATHERED)
+            handle.copied = True
         asked.handle = None
 
     def take_grad(self, param: Param, grad: T) -> None:

@@ -59,7 +59,7 @@ def calibration_hooks(
 ) -> list[CalibrationHook]:
     """On rank 0, where a forecast was asked for."""
     wanted = topology.is_main and outlook != Outlook()
-    return [CalibrationHook(outlook, file, topology.device, tell)] if wanted else []
+    return [CalibrationHook(outlook, file, topology.device, tell, topology.world)] if wanted else []
 
 
 class CalibrationHook:
@@ -68,8 +68,11 @@ class CalibrationHook:
     Peak memory of a GPU is that since the start of the process, so it stands beside the highest of all phases.
     """
 
-    def __init__(self, outlook: Outlook, file: Path, device: torch.device, tell: Callable[[str], None]):
+    def __init__(
+        self, outlook: Outlook, file: Path, device: torch.device, tell: Callable[[str], None], ranks: int
+    ):
         self._outlook, self._file, self._device, self._tell = outlook, file, device, tell
+        self._ranks = ranks
         self._steps: list[dict[str, Any]] = []
         self._trained, self._resident = 0, 0
         self._growth: int | None = None
@@ -167,7 +170,15 @@ class CalibrationHook:
     def _write(self, found: list[Measured]) -> None:
         device = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu"
         lines = [
-            calibration_line(one.constant, one.value, one.unit, one.measured, one.forecast or None, device)
+            calibration_line(
+                one.constant,
+                one.value,
+                one.unit,
+                one.measured,
+                one.forecast or None,
+                device,
+                self._ranks,
+            )
             for one in found
         ]
         try:

@@ -21,6 +21,7 @@ from stack.dist.env import RankEnv
 from stack.dist.host_memory import host_memory
 from stack.dist.topology import Topology
 from stack.errors import ConfigError, ForecastRefusal
+from stack.plan.changes import Changes, as_overrides
 from stack.plan.forecast import GIB
 from stack.plan.levers import Lever, Run, stack_levers, try_levers
 from stack.plan.machine import Machine, read_machine
@@ -57,7 +58,7 @@ def look_ahead(cfg: RunConfig, env: RankEnv, device: str) -> Outlook:
     try:
         run = Run(replace(cfg, site=machine.site), env.world, machine, None)
         found = run.plan()
-        refusal = _refusal(run, found) if found.answer == NO and device == "cuda" else ""
+        refusal = _refusal(run, found) if found.answer == NO else ""
     except ConfigError as error:
         return Outlook(remark="forecast: not modelled: " + "; ".join(fault.want for fault in error.faults))
     except Exception:  # noqa: BLE001  a fault of the forecast's own must not end a run
@@ -127,16 +128,23 @@ def _refusal(run: Run, found: Verdict) -> str:
     stacked = stack_levers(run, found, ranked)
     fits = bool(stacked) and stacked[-1].found.answer != NO
     lines += list(_lever_lines(ranked))
-    together = " ".join(dict.fromkeys(lever.overrides for lever in stacked))
+    together = _in_words(tuple(pair for lever in stacked for pair in lever.changes))
     fix = f"{together} together fit" if fits else "more GPUs, a larger card, or a shorter data.seq_len"
     lines.append(f"Fix: {fix}; plan.gate=warn tries it all the same. The forecast in full: launch/plan.py")
     return "\n".join(lines)
 
 
+def _in_words(changes: Changes) -> str:
+    """As overrides of this command; more ranks are the launcher's to start."""
+    settings = as_overrides(tuple(pair for pair in changes if pair[0] != "gpus"))
+    ranks = [f"{value} ranks" for key, value in changes if key == "gpus"]
+    return " on ".join([text for text in (settings, *ranks) if text])
+
+
 def _lever_lines(levers: list[Lever]) -> Iterator[str]:
     for lever in levers[:LEVERS]:
         seconds = f", {lever.seconds:+.1f} s a step" if lever.seconds else ""
-        yield f"  {lever.overrides}: {lever.saved_gib:.1f} GiB a GPU less{seconds}"
+        yield f"  {_in_words(lever.changes)}: {lever.saved_gib:.1f} GiB a GPU less{seconds}"
 
 
 def announce(
@@ -163,7 +171,7 @@ def describe(outlook: Outlook) -> Iterator[str]:
         f"{size(memory.states_bytes)} between steps"
     )
     if found.card_bytes:
-        text += f"; need {found.need_bytes / GIB:.1f} of {found.card_bytes / GIB:.1f} GiB: {found.answer}"
+        text += f"; need {size(found.need_bytes)} of {size(found.card_bytes)}: {found.answer}"
     if forecast.host.kept_bytes:
         text += f"; host {size(forecast.host.kept_bytes)} kept a rank"
     if time.seconds:

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from stack.config.kept import HostBytes, host_bytes
 from stack.config.schema import RunConfig
 from stack.dist.env import RankEnv
 from stack.dist.host_memory import HostMemory, host_memory
@@ -18,20 +19,10 @@ from stack.models.spec import ModelSpec
 GIB = 1 << 30
 
 
-def kept_bytes(cfg: RunConfig, spec: ModelSpec, on_gpu: bool) -> int:
-    """Bytes that one rank keeps in host memory at the end of a forward; 0 without offload."""
-    memory = cfg.memory
-    if not memory.offload:
-        return 0
-    tokens = cfg.data.micro_batch * math.ceil(cfg.data.seq_len / cfg.parallel.sp)
-    width = 4 if cfg.engine.precision == "fp32" else 2
-    hidden = tokens * spec.hidden * width
-    if memory.lean and family_of(spec.family).lean is not None:
-        attention = tokens * spec.num_heads * (spec.head_dim * width + 4)
-        return spec.num_layers * (hidden + attention)
-    if on_gpu and memory.pin_memory:
-        hidden = 1 << (hidden - 1).bit_length()  # torch rounds page-locked memory up to a power of two
-    return spec.num_layers * hidden
+def kept_bytes(cfg: RunConfig, spec: ModelSpec, on_gpu: bool) -> HostBytes:
+    """What one rank keeps on the host at the end of a forward; nothing without offload."""
+    lean = cfg.memory.lean and family_of(spec.family).lean is not None
+    return host_bytes(cfg, spec, lean, on_gpu)
 
 
 def check_host_room(
@@ -41,32 +32,50 @@ def check_host_room(
     what does not fit at present, since other processes may yet end."""
     if env.local_rank != 0:
         return
-    need, bound = kept_bytes(cfg, spec, on_gpu), cfg.memory.host_gib
-    in_memory = need if bound is None else min(need, round(bound * GIB))
-    if cfg.memory.spill_folder is not None:
-        _check_disk(Path(cfg.memory.spill_folder).expanduser(), (need - in_memory) * env.local_world)
+    kept = kept_bytes(cfg, spec, on_gpu)
+    folder, bound, in_memory = cfg.memory.spill_folder, cfg.memory.host_gib, kept.in_memory
+    if folder is not None and bound is not None:
+        if kept.layer > bound * GIB:
+            raise MemoryShortage(_below_a_layer(bound, kept.layer))
+        _check_disk(Path(folder).expanduser(), kept.in_file * env.local_world)
     there = host_memory()
     if there is None or in_memory * env.local_world <= there.free:
         return
-    text = _shortage(in_memory, env.local_world, there, cfg.memory.spill_folder is not None)
+    fix = _fix(
+        cfg, spec, there.free * 0.9 / env.local_world
+    )  # a tenth is left to everything else on the node
+    text = _shortage(in_memory, env.local_world, there, fix)
     if in_memory * env.local_world > there.total:
         raise MemoryShortage(text)
     if env.rank == 0:
         tell(f"warning: {text}")
 
 
-def _shortage(need: int, ranks: int, there: HostMemory, spills: bool) -> str:
-    # A tenth is left to everything else on the node.
-    share = there.free * 0.9 / ranks / GIB
-    fix = (
-        "a smaller memory.host_gib"
-        if spills
-        else "memory.spill_folder=FOLDER (on a local disk) with memory.host_gib"
-    )
+def _shortage(need: int, ranks: int, there: HostMemory, fix: str) -> str:
     return (
         f"the layers keep {need / GIB:.1f} GiB a rank in host memory, {need * ranks / GIB:.1f} GiB for the {ranks} ranks of "
-        f"this node, where {there.free / GIB:.1f} of {there.total / GIB:.1f} GiB are free. Fix: {fix}, here about "
-        f"memory.host_gib={share:.0f}; or more ranks a row, on more nodes"
+        f"this node, where {there.free / GIB:.1f} of {there.total / GIB:.1f} GiB are free. Fix: {fix}"
+    )
+
+
+def _fix(cfg: RunConfig, spec: ModelSpec, share: float) -> str:
+    """share: bytes of host memory that a rank can have."""
+    more = "more ranks a row, on more nodes"
+    if family_of(spec.family).lean is None:  # only lean layers spill
+        return f"{more}, or a shorter data.seq_len"
+    if cfg.memory.spill_folder is not None:
+        lever = "a smaller memory.host_gib"
+    else:
+        lean = "" if cfg.memory.lean else "memory=lean "
+        lever = f"{lean}memory.spill_folder=FOLDER (on a local disk) with memory.host_gib"
+    return f"{lever}, here about memory.host_gib={share / GIB:.0f}; or {more}"
+
+
+def _below_a_layer(bound: float, layer: int) -> str:
+    # Three: one that is computed, one on its way to the file and one on its way back.
+    return (
+        f"memory.host_gib={bound:g}: a layer keeps {layer / GIB:.3g} GiB a rank. Fix: "
+        f"memory.host_gib={math.ceil(3 * layer / GIB)} or more"
     )
 
 

@@ -3,6 +3,7 @@ stop."""
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
 import sysconfig
@@ -54,8 +55,10 @@ def write_files(folder: Path, num_files: int) -> None:
 def write_lines(folder: Path, num_files: int) -> None:
     for number, part in dealt(num_files):
         content = "".join(json.dumps({"text": text}) + "\n" for text in part).encode()
-        packed = [content, gzip.compress(content), zstandard.compress(content)][number % 3]
-        (folder / f"{number}.jsonl{['', '.gz', '.zst'][number % 3]}").write_bytes(packed)
+        packed = [content, gzip.compress(content), zstandard.compress(content), bz2.compress(content)][
+            number % 4
+        ]
+        (folder / f"{number}.jsonl{['', '.gz', '.zst', '.bz2'][number % 4]}").write_bytes(packed)
 
 
 def write_parquet(folder: Path, num_files: int) -> None:
@@ -65,10 +68,13 @@ def write_parquet(folder: Path, num_files: int) -> None:
 
 
 def write_dataset(folder: Path, num_files: int) -> None:
-    """`datasets` itself cannot read an empty Parquet file."""
-    write_parquet(folder, num_files)
-    if num_files > 5:
-        (folder / "0.parquet").unlink()
+    """Parquet, which our own reader takes, or for an even number CSV, which `datasets` does, but for files without a row."""
+    if num_files % 2:
+        return write_parquet(folder, num_files)
+    for number, part in dealt(num_files):
+        if part:
+            (folder / f"{number}.csv").write_text("\n".join(["text", *part]) + "\n")
+    return None
 
 
 def write_tokens(folder: Path, num_files: int) -> None:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from stack.config.model_checks import KEEPS_SCORES
 from stack.ops.attention_kernel import CpuFlash, CudaFlash
 from stack.ops.reference import document_attention
-from stack.parallel.kernels import make_kernel
+from stack.parallel.kernels import attention_remarks, make_kernel
 from stack.parallel.ulysses import How, ulysses_attention
 from tests.gpu.backends import BACKENDS, attention_or_skip
 from tests.gpu.machine import DEVICE, WORLD
@@ -107,19 +108,38 @@ def test_memory_does_not_grow_with_the_square(backend: str) -> None:
 
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_kernel_of_the_lean_layer(shape: str, window: int | None) -> None:
-    """It calls torch's flash operators by their internal names; on a card that has them it must take them."""
+@pytest.mark.parametrize("backend", KEEPS_SCORES)
+def test_kernel_of_the_lean_layer(backend: str, shape: str, window: int | None) -> None:
+    """It calls torch's flash operators by their internal names; on a card that has them it must take them. Heads in two
+    calls, each with its part of one log-sum-exp, as a lean layer makes them."""
+    attention_or_skip(backend)
     rows, seq, bounds = SHAPES[shape]
-    inputs = [tensor.detach() for tensor in inputs_of(rows, seq)]
+    query, key, value = (tensor.detach() for tensor in inputs_of(rows, seq))
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
-    kernel = make_kernel("sdpa", cu_seqlens, inputs[0], How(SCALE, window, 0.0, {}))
-    if DEVICE == "cuda" and torch.cuda.get_device_capability() >= (8, 0):
-        assert isinstance(kernel, CudaFlash)
+    kernel = make_kernel(backend, cu_seqlens, query, How(SCALE, window, 0.0, {}))
+    capability = torch.cuda.get_device_capability() if DEVICE == "cuda" else (0, 0)
+    if capability >= (8, 0) and (backend != "flash_attention_3" or capability[0] == 9):
+        said = attention_remarks(backend, query.device, query.dtype, DIM)
+        assert isinstance(kernel, CudaFlash), said
     elif DEVICE == "cpu" and window is None:
         assert isinstance(kernel, CpuFlash)
-    out, lse = kernel.forward(*inputs)
-    got = [out, *kernel.backward(weights_like(out), *inputs, out, lse)]
-    assert_close(got, wanted(inputs, bounds, window))
+    out, grads = torch.empty_like(query), [torch.empty_like(part) for part in (query, key, value)]
+    of_out, lse = weights_like(out), torch.empty(rows, HEADS, seq, device=DEVICE)
+    group = HEADS // KV_HEADS
+    calls = [(slice(kv * group, (kv + 1) * group), slice(kv, kv + 1)) for kv in range(KV_HEADS)]
+    recomputes = False
+    for heads, kv in calls:
+        out[:, heads], found = kernel.forward(query[:, heads], key[:, kv], value[:, kv])
+        if found is None:
+            recomputes = True
+        else:
+            lse[:, heads] = found
+    for heads, kv in calls:
+        scores = None if recomputes else lse[:, heads]
+        grads[0][:, heads], grads[1][:, kv], grads[2][:, kv] = kernel.backward(
+            of_out[:, heads], query[:, heads], key[:, kv], value[:, kv], out[:, heads], scores
+        )
+    assert_close([out, *grads], wanted([query, key, value], bounds, window))
 
 
 LEVERS = ("all", "lean")

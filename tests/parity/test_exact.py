@@ -18,6 +18,11 @@ SMALL = [
     ),
     "data.seq_len=768",
 ]
+EXPERTS = [
+    *("model.architecture.model_type=qwen3_moe", "+model.architecture.num_experts=4"),
+    *("+model.architecture.num_experts_per_tok=2", "+model.architecture.moe_intermediate_size=128"),
+    "data.seq_len=256",
+]
 CASES = {
     "plain": ["memory=plain"],
     "checkpoint, accumulation 2, sp 2": ["memory=checkpoint", "engine.accumulation=2", "parallel.sp=2"],
@@ -35,6 +40,10 @@ CASES = {
             "data.micro_batch=2",
         ),
     ],
+    "lean, experts, sp 2": ["memory=lean", "parallel.sp=2", "memory.mlp_tile=100", *EXPERTS],
+    "alst, experts, accumulation 2": [
+        *("memory=alst", "engine.accumulation=2", "memory.mlp_tile=200", "memory.loss_tile=250", *EXPERTS),
+    ],
     "lean, small buckets, frozen, sp 2": [
         *("memory=lean", "parallel.sp=2", "+engine.overrides.zero_optimization.reduce_bucket_size=200000"),
         "model.freeze=[*embed*]",
@@ -48,14 +57,14 @@ BUFFERS = 128
 @pytest.fixture(scope="module")
 def real() -> dict[str, StepCount]:
     cases = {name: Case(counted_for_real, (given,)) for name, given in GIVEN.items()}
-    outcomes = run_cases(2, cases, timeout_s=280)
+    outcomes = run_cases(2, cases, timeout_s=480)
     return {name: outcome.get()[0] for name, outcome in outcomes.items()}
 
 
 @pytest.fixture(scope="module")
 def alone() -> tuple[dict[str, StepCount], dict[str, StepCount]]:
     """As on CPU ranks, and on the virtual device."""
-    first, second = run_ranks(counted_alone, 2, GIVEN, 2, timeout_s=280, init=False)
+    first, second = run_ranks(counted_alone, 2, GIVEN, 2, timeout_s=480, init=False)
     return first, second
 
 

@@ -1,21 +1,27 @@
 """Packed documents under sequence parallelism: boundaries inside slices and on their edges, documents longer than a slice,
-and few targets among many, dealt in every way."""
+few targets among many, dealt in every way, and a store of chats, from its files on."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stack.config.schema import DataConfig, MethodConfig, RunConfig
+from stack.data.loader import Loader
+from stack.data.store import TokenStore
+from stack.methods.pretrain import Pretrain
 from tests.parity import logits_side, reference, steps_side
 from tests.parity.cases import ParityCase
 from tests.parity.logits_side import Seen
-from tests.parity.rank_side import config_of
+from tests.parity.rank_side import assemble, config_of, weights_of
 from tests.parity.reference import Row
 from tests.ranks import Case, run_cases
+from tests.stores import store_of_ids
 
 # Slices are 12 tokens at SP 2, 6 at SP 4; the row of 23 is padded to 24 at both.
 DOCUMENTS = {
@@ -49,6 +55,47 @@ DEALT = {  # layout and rows in a micro-batch, so that accumulation is 4, 1, 4, 
     "dp2, accumulation 1": ("dp2", 2),
 }
 
+CHAT_LENGTHS = [9, 25, 3, 14, 30, 11, 7, 2, 16, 5, 13, 8, 21, 1, 4]
+"""Tokens of chats for rows of 25, which two ranks share as 13 and 12 with a position of padding: 30 is too long, some fill a
+row together, one of 25 alone."""
+
+CHAT_LAYOUTS = {"sp2": (3, "all"), "dp2": (3, "all"), "sp2, zero2": (2, "lean")}
+"""Layout -> stage and levers. dp2 is each chat whole on one rank, as at SP 1."""
+
+
+def chats() -> list[tuple[list[int], list[bool]]]:
+    """Ids and which of them the assistant says: by turns of three tokens, and in the chat of 14 nothing."""
+    rows = [row_of([length], seed).documents[0] for seed, length in enumerate(CHAT_LENGTHS, start=500)]
+    return [(ids, [place // 3 % 2 == 1 and len(ids) != 14 for place in range(len(ids))]) for ids in rows]
+
+
+def learned_chats() -> list[Row]:
+    """Those that are short enough and hold a target, for the judge."""
+    return [Row([ids], [wanted]) for ids, wanted in chats() if len(ids) <= 25 and any(wanted[1:])]
+
+
+def train_on_chats(cfg: RunConfig, folder: str, lrs: list[float]) -> tuple[list[steps_side.Step], list[int]]:
+    """A step an epoch, through the loader; also the targets of each step, over all ranks."""
+    topology = steps_side.topology_of(cfg.parallel.sp)
+    engine = assemble(cfg, topology)
+    loader = Loader(
+        TokenStore(Path(folder)), cfg.data, dp=topology.dp, dp_rank=topology.dp_rank, accumulation=64,
+        seed=3, epochs=len(lrs), sp=topology.sp, sp_rank=topology.sp_rank,
+    )  # fmt: skip
+    seen = [steps_side.Step(0.0, steps_side.StepResult(0.0, False, None, None), weights_of(engine))]
+    counts, method = [], Pretrain(MethodConfig())
+    for lr in lrs:
+        batches = loader.next_step()
+        assert batches is not None
+        counts.append(int(topology.sum(sum(batch.num_targets for batch in batches))))
+        loss = sum(engine.forward_backward(method, batch, counts[-1]).item() for batch in batches)
+        result = engine.step(lr)
+        seen.append(steps_side.Step(topology.sum(loss) / counts[-1], result, weights_of(engine)))
+    assert loader.next_step() is None
+    loader.close()
+    engine.close()
+    return seen, counts
+
 
 def row_of(lengths: list[int], seed: int) -> Row:
     generator = torch.Generator().manual_seed(seed)
@@ -78,9 +125,15 @@ FEW_STEPS = [few_targets(100 * step) for step in range(len(LRS))]
 
 
 @pytest.fixture(scope="module")
-def outcomes(folders):
+def outcomes(folders, tmp_path_factory):
     """All runs of this file, on one start of two ranks and one of four."""
     found = {}
+    ids, targets = zip(*chats(), strict=True)
+    store = tmp_path_factory.mktemp("chats") / "store"
+    store_of_ids(store, ids, 64, targets)
+    chat_data = DataConfig(
+        seq_len=25, packing="best_fit", too_long="drop", micro_batch=2, workers=0, eval_fraction=0.0
+    )
     for world in (2, 4):
         cases: dict[str, Case] = {}
         for case in (case for case in READ if case.world == world):
@@ -92,6 +145,10 @@ def outcomes(folders):
         for name, (layout, size) in DEALT.items() if world == 2 else ():
             cfg = config_of(ParityCase(layout, 3, 1, "all", False, ""), folders[False])
             cases[name] = Case(steps_side.run_steps, (cfg, FEW_STEPS, LRS, None, size))
+        for name, (stage, levers) in CHAT_LAYOUTS.items() if world == 2 else ():
+            cfg = config_of(ParityCase(name[:3], stage, 1, levers, False, ""), folders[False])
+            args = (replace(cfg, data=chat_data), str(store), LRS)
+            cases[f"chats {name}"] = Case(train_on_chats, args)
         found |= run_cases(world, cases, timeout_s=280, init=False)
     return found
 
@@ -155,3 +212,15 @@ def test_trains_as_document_by_document(case, outcomes, folders):
 def test_each_target_counts_alike_however_rows_are_dealt(name, outcomes, folders):
     want = reference.train(reference.load(folders[False]), FEW_STEPS, LRS)
     assert_trained_alike(outcomes[name].get()[0], want)
+
+
+@pytest.mark.parametrize("name", CHAT_LAYOUTS)
+def test_chats_of_a_store_count_alike_in_slices(name, outcomes, folders):
+    steps, counts = outcomes[f"chats {name}"].get()[0]
+    learned = learned_chats()
+    assert counts == [sum(sum(row.wanted[0][1:]) for row in learned)] * len(LRS)
+    want = reference.train(reference.load(folders[False]), [learned] * len(LRS), LRS)
+    assert_trained_alike(steps, want)
+    whole, whole_counts = outcomes["chats dp2"].get()[0]
+    assert counts == whole_counts
+    assert [step.loss for step in steps[1:]] == pytest.approx([step.loss for step in whole[1:]], rel=1e-6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from stack.plan.blocks import Block, Work, flash_scratch, mlp, project, run_in
+from stack.plan.blocks import Block, Work, entered_before, flash_scratch, mlp, project, run_in
 from stack.plan.forecast import ATTENTION, GATHERED, HIDDEN, KEPT, LOSS, MLP
 from stack.plan.operators import Capture
 from stack.plan.tensors import INDEX, T, backward
@@ -24,6 +24,8 @@ def run_layer(op: OthersOperators, job: Job, work: Work, block: Block, hidden: T
         output = _block(op, job, work, block, hidden)
 
     def back(saved: list[T], grads: list[T | None]) -> Sequence[T | None]:
+        for module in () if job.reentrant else entered_before(block):
+            op.zero.fetch(module)
         capture = Capture([])
         given = op.new(work.hidden, _KEPT) if job.offload_ckpt else saved[0]
         with op.capturing(capture):
@@ -73,7 +75,7 @@ def _block(op: OthersOperators, job: Job, work: Work, block: Block, hidden: T, e
     elif job.fused_swiglu:
         out = _liger_mlp(op, work, block, normed)
     else:
-        out = mlp(op, work, block, normed, stop_at_down=ends_early)
+        out = mlp(op, work, block, normed, stops=ends_early)
     del normed
     return op.add(middle, out, _HIDDEN, empty=ends_early)
 

@@ -159,7 +159,7 @@ def need_bytes(row: Row, job: Job) -> float:
     peak = counted(job).peak
     if job.gpus == 1:
         return 1.05 * peak + 2 * GIB
-    return 1.10 * peak + (communication_gib(row, job) + 4) * GIB
+    return 1.12 * peak + (communication_gib(row, job) + 4) * GIB
 
 
 def answer(row: Row, job: Job | None = None) -> str:

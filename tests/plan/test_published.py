@@ -51,10 +51,12 @@ def test_step_times(rows: list[Row]) -> None:
 
 
 def test_longest_rows(rows: list[Row]) -> None:
-    """Too long by up to a fifth where the published length is a limit: what verdict.py's margin is for."""
+    """Too long by up to a quarter where the published length is a limit: what verdict.py's margin is for, which calls none
+    of them a fit for certain."""
     found = [one for one in outcomes(rows, ("max_seq",)) if one.row.is_limit]
     assert len(found) >= 6
-    assert all(-0.20 <= one.error <= 0.20 for one in found), [(one.row.id, one.error) for one in found]
+    assert all(-0.20 <= one.error <= 0.25 for one in found), [(one.row.id, one.error) for one in found]
+    assert not [one.row.id for one in found if answer(one.row) == FITS]
 
 
 def test_no_run_that_was_out_of_memory_is_said_to_fit(rows: list[Row]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -54,6 +55,7 @@ def asked(monkeypatch) -> list[list[int]]:
         return [counted(depth) for depth in depths]
 
     monkeypatch.setattr(exact, "_count_each", count_each)
+    monkeypatch.setattr(exact, "_begin_imports", lambda: None)
     return found
 
 
@@ -80,6 +82,7 @@ def test_all_layers_are_counted_where_few_do_not_lie_on_a_line(monkeypatch) -> N
         return [counted(depth, bend=2) for depth in depths]
 
     monkeypatch.setattr(exact, "_count_each", count_each)
+    monkeypatch.setattr(exact, "_begin_imports", lambda: None)
     lines: list[str] = []
     bent = [counted(depth, bend=2).warm["loss"].num_bytes for depth in (2, 3, 4)]
     assert bent[2] - bent[1] == bent[1] - bent[0]  # what the first layers do not show
@@ -183,7 +186,8 @@ CASES = {
 
 
 def counted_as_on_gpus() -> tuple[dict[str, StepCount], dict[str, float], set[str]]:
-    """In a process of its own: counts on the virtual device, expected FLOPs, and operators that would fall apart there."""
+    """On each of two processes half of the cases: counts on the virtual device, expected FLOPs, and operators that would
+    fall apart there."""
     import torch
 
     from stack.bench.one_process import count_alone
@@ -192,8 +196,8 @@ def counted_as_on_gpus() -> tuple[dict[str, StepCount], dict[str, float], set[st
     from stack.models.flops import hardware_flops
 
     counts, flops = {}, {}
-    for name, case in CASES.items():
-        cfg = countable(compose_config([*GIVEN, *case], strict=False), 2)
+    for name in list(CASES)[int(os.environ["RANK"]) :: 2]:
+        cfg = countable(compose_config([*GIVEN, *CASES[name]], strict=False), 2)
         counts[name] = count_alone(cfg, 2)
         spec = prepare_model(cfg.model, 512, torch.bfloat16, 1).built.spec
         flops[name] = hardware_flops(spec, [512], checkpointing=True, tiled_mlp=True, lean=True)
@@ -218,7 +222,8 @@ def falls_apart(name: str) -> bool:
 
 @pytest.fixture(scope="module")
 def on_gpus() -> tuple[dict[str, StepCount], dict[str, float], set[str]]:
-    return run_ranks(counted_as_on_gpus, 1, timeout_s=280, init=False)[0]
+    first, second = run_ranks(counted_as_on_gpus, 2, timeout_s=280, init=False)
+    return first[0] | second[0], first[1] | second[1], first[2]
 
 
 def test_what_is_offloaded_is_on_the_host(on_gpus: tuple) -> None:

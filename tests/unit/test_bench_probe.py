@@ -43,7 +43,7 @@ def test_constants_of_two_ranks_are_known_to_the_forecast(tmp_path: Path) -> Non
     assert found["gemm_share"].value == pytest.approx(1) and found["memory_share"].value == pytest.approx(1)
     file = tmp_path / "calibration.jsonl"
     lines = [
-        calibration_line(one.constant, one.value, one.unit, one.measured, one.assumed, "cpu")
+        calibration_line(one.constant, one.value, one.unit, one.measured, one.assumed, "cpu", 2)
         for one in ranks[0]
     ]
     file.write_text("".join(lines))

@@ -10,7 +10,15 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from stack.data import chunks
-from stack.data.chunks import LETTERS, SAFE_CUT, SPLIT_PATTERNS, cut_text, safe_cut
+from stack.data.chunks import (
+    LETTERS,
+    SAFE_CUT,
+    SPLIT_PATTERNS,
+    WIDE_CUT,
+    Stretches,
+    cut_text,
+    safe_cut,
+)
 from stack.errors import DataError
 
 PIECES = [
@@ -18,6 +26,7 @@ PIECES = [
     *("...", "!?", "(", "\"", "'", "/", "//\n", "-", "_", "é", "e\u0301", "\u0301", "ß", "Ж", "漢字", "漢字，", "。", "、\n"),
     *("한국어", "ᄒ", "ᅡ", "안녕 ", "ひらがな", "カタ", "😀", "👩\u200d💻", "\u200b", "\u00a0", "\u2028", "\u3000", "\x1c"),
     *("\x85", "\ufeff", "٣", "Ⅷ", "½", "ﬁ", "\ud7ff", "𝒳", "ʰ", "<|endoftext|>", "<x>", "\x00"),
+    *("a1", "1a", "1'", "1's", "a's1", "x=", "{\"k\":", "1.5,2", "é1", "1é", "Ab1C", "1\u0301", "a/\n/", "a٣", "٣a", "[1]a"),
     *("ภาษา", "ที่", "เสียง ", "नमस्ते", "क्षि ", "سلام", "سَلَام ", "שלום", "שָׁ", "ქართ", "Հայ", "\u0e33", "\u180e", "\u2060"),
 ]  # fmt: skip
 NASTY = "".join(PIECES) * 2
@@ -79,14 +88,38 @@ def test_ids_of_chunks_are_those_of_the_whole(name: str) -> None:
     assert num_cuts > 500
 
 
-def test_every_safe_place_is_a_split_of_its_own() -> None:
-    """Not only where chunks happen to end: each match of SAFE_CUT splits the text without a change in the
-    ids."""
-    tokenizer = SAFE["gpt2"]()
-    for match in SAFE_CUT.finditer(NASTY):
-        left, right = NASTY[: match.start()], NASTY[match.start() :]
-        ids = [tokenizer.encode(part, add_special_tokens=False).ids for part in (left, right, NASTY)]
-        assert ids[0] + ids[1] == ids[2], (left[-5:], right[:5])
+@pytest.mark.parametrize("name", SAFE)
+def test_every_safe_place_is_a_split_of_its_own(name: str) -> None:
+    """Not only where chunks happen to end: each match splits the text without a change in the ids."""
+    tokenizer = SAFE[name]()
+    cut = safe_cut(tokenizer)
+    assert cut is not None
+    num_wide = 0
+    for text in [NASTY, *(random_text(seed) for seed in range(150))]:
+        whole = tokenizer.encode(text, add_special_tokens=False).ids
+        for match in cut.finditer(text):
+            left, right = text[: match.start()], text[match.start() :]
+            ids = [tokenizer.encode(part, add_special_tokens=False).ids for part in (left, right)]
+            assert ids[0] + ids[1] == whole, (left[-5:], right[:5])
+            num_wide += not SAFE_CUT.match(text, match.start())
+    assert num_wide > 300
+
+
+def test_an_added_token_is_not_cut() -> None:
+    tokenizer = train(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    tokenizer.add_tokens([AddedToken("[INST1]"), AddedToken("tool_call2me")])
+    cut = safe_cut(tokenizer)
+    assert cut is not None
+    text = "a[INST1]b1tool_call2me,<|endoftext|>x"
+    assert [text[match.start()] for match in cut.finditer(text)] == ["[", "t", ","]
+    assert "".join(cut_text(["b64/x1Y2" * 4000], cut, size=100)) == "b64/x1Y2" * 4000
+
+
+@pytest.mark.parametrize(
+    "text", ['{"key":12,"other":[3,4]},' * 400, "QmFzZTY0IGVuY29kZWQ0dGV4dA" * 400, "0.5,1.25," * 900]
+)
+def test_text_without_spaces_has_places(text: str) -> None:
+    assert max(map(len, cut_text([text], WIDE_CUT, size=100))) <= 200
 
 
 UNSAFE = {
@@ -140,8 +173,28 @@ def test_a_text_without_a_place_is_refused_where_it_grows_too_long(monkeypatch: 
     blocks = (taken.append(1) or "ACGT" * 25 for _ in range(100))
     with pytest.raises(DataError, match=r"dna\.txt: more than 1,000 characters without a place"):
         list(cut_text(blocks, SAFE_CUT, size=100, where="dna.txt"))
-    assert len(taken) == 11
+    assert len(taken) == 13
     assert "".join(cut_text(["ACGT " * 1000], SAFE_CUT, size=100)) == "ACGT " * 1000
+
+
+@pytest.mark.parametrize("block", [1, 7, 300, 10_000])
+@pytest.mark.parametrize("piece", [3, 100])
+def test_stretches_agree_with_the_chunks(block: int, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that passes is never refused when it is cut."""
+    monkeypatch.setattr(chunks, "MOST_CHARS", 1000)
+    monkeypatch.setattr(chunks, "STRETCH_CHARS", piece)
+    seen = set()
+    for length in (*range(990, 1010), 1300):
+        text = f"{'a b ' * 50}{'x' * length} {'y' * 990} end"
+        blocks = [text[at : at + block] for at in range(0, len(text), block)]
+        stretches = Stretches(SAFE_CUT)
+        for one in blocks:
+            stretches.see(one)
+        assert stretches.too_long == (length >= 1000), length  # with the space in front of it
+        seen.add(stretches.too_long)
+        if not stretches.too_long:
+            assert "".join(cut_text(blocks, SAFE_CUT, size=100)) == text
+    assert seen == {True, False}
 
 
 def test_text_without_a_place_stays_whole_in_linear_work() -> None:

@@ -330,7 +330,7 @@ def test_files_that_change_while_they_are_read(data: DataConfig, monkeypatch: py
 
     with monkeypatch.context() as patch:
         patch.setattr(build, "make_shards", make_and_change)
-        with pytest.raises(DataError, match="files changed while they were read"):
+        with pytest.raises(DataError, match=r"03\.txt: changed while it was read"):
             prepare(data)
     assert [path for path in Path(data.store).iterdir() if path.is_dir()] == []
     said: list[str] = []

@@ -59,7 +59,7 @@ def test_text_folder(folder: Path) -> None:
     found, dropped, tally = read("text", folder)
     assert found == {"a.txt": "첫 줄\n둘째 😀\n", "b/last.txt": "끝\r\n"}
     assert list(found) == ["a.txt", "b/last.txt"]
-    assert dropped == {"not UTF-8": 2, "blank": 2}
+    assert dropped == {"not UTF-8": 2, "blank": 2, "hidden files and folders": 1}
     sizes = {path.name: path.stat().st_size for path in folder.rglob("*") if path.is_file()}
     assert tally.dropped["not UTF-8"].num_bytes == sizes["bad.txt"] + sizes["cut.txt"]
     assert tally.dropped["blank"].first == str(folder / "blank.txt")
@@ -176,7 +176,8 @@ def test_null_in_one_file_and_a_string_in_the_next(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_bytes(b"")
     (tmp_path / "notes.md").write_text("not a line of JSON")
     found, dropped, _ = read("jsonl", tmp_path, "stop", text_field="body")
-    assert list(found.values()) == ["a", "b", "c"] and dropped == {}
+    assert list(found.values()) == ["a", "b", "c"]
+    assert dropped == {"files that the source does not read (.md)": 1}
 
 
 def test_gzip_and_a_broken_gzip(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +13,14 @@ import torch
 
 import stack.train.host_room as host_room
 from stack.config.compose import compose_config
+from stack.config.derive import REPO_ROOT
+from stack.config.kept import HostBytes
 from stack.config.schema import RunConfig
 from stack.dist.env import RankEnv
 from stack.dist.host_memory import HostMemory, host_memory
 from stack.errors import MemoryShortage
 from stack.models.build import prepare_model
-from stack.ops.host_store import HostStore
+from stack.models.registry import DEFAULT
 from stack.train.host_room import check_host_room, kept_bytes
 
 GIB = 1 << 30
@@ -31,22 +35,37 @@ def spec_of(cfg: RunConfig):
     return prepare_model(cfg.model, cfg.data.seq_len, torch.bfloat16, 0).built.spec
 
 
-def test_kept_bytes_are_those_that_a_store_takes() -> None:
+def test_nothing_is_kept_on_the_host_without_offload() -> None:
+    cfg = config("memory=lean", "memory.offload=false")
+    assert kept_bytes(cfg, spec_of(cfg), True) == HostBytes()
+
+
+def test_a_family_without_a_lean_layer_keeps_what_checkpoints_do(monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = config("memory=lean")
-    spec, store = spec_of(cfg), HostStore(True, pin_memory=False)
-    for _ in range(spec.num_layers):
-        hidden = torch.empty(1, 500, spec.hidden, dtype=torch.bfloat16)
-        mixed = torch.empty(1, 500, spec.num_heads * spec.head_dim, dtype=torch.bfloat16)
-        store.keep([hidden, mixed, torch.empty(1, spec.num_heads // 2, 1000)])
-    assert store.used == kept_bytes(cfg, spec, on_gpu=False)
-    assert kept_bytes(config("memory=lean", "memory.offload=false"), spec, False) == 0
-
-
-def test_generic_checkpoints_are_rounded_up_by_torch_where_they_are_page_locked() -> None:
-    cfg = config("memory=alst", "data.seq_len=1200")
     spec = spec_of(cfg)
-    assert kept_bytes(cfg, spec, on_gpu=False) == spec.num_layers * 600 * spec.hidden * 2
-    assert kept_bytes(cfg, spec, on_gpu=True) == spec.num_layers * 2**19
+    monkeypatch.setattr(host_room, "family_of", lambda _: DEFAULT)
+    assert kept_bytes(cfg, spec, False).in_memory == spec.num_layers * 500 * spec.hidden * 2
+    unchecked = config("memory=lean", "memory.checkpointing=none")
+    assert kept_bytes(unchecked, spec, False) == HostBytes()
+
+
+TABLE = json.loads((REPO_ROOT / "tests" / "plan" / "exact.json").read_text())["rows"]
+
+
+@pytest.mark.parametrize("exp", sorted({row["exp"] for row in TABLE}))
+def test_built_models_keep_what_the_exact_count_found(exp: str) -> None:
+    """Its sizes come from the built model; those of the forecast, from the config, are in test_plan_memory.py."""
+    rows = [
+        row for row in TABLE if row["exp"] == exp and not any("zero3" in text for text in row["overrides"])
+    ]
+    assert {row["memory"] for row in rows} == {"plain", "checkpoint", "alst", "lean"}
+    spec = None
+    for row in rows:
+        given = [f"+exp={exp}", f"memory={row['memory']}", *row["overrides"]]
+        cfg = compose_config(given, strict=False)
+        spec = spec or spec_of(replace(cfg, model=replace(cfg.model, path=None, init="scratch")))
+        on_gpu = cfg.site.device != "cpu"
+        assert kept_bytes(cfg, spec, on_gpu).in_memory == row["host_bytes"], row["memory"]
 
 
 def ask(
@@ -54,7 +73,9 @@ def ask(
 ) -> list[str]:
     told: list[str] = []
     monkeypatch.setattr(host_room, "host_memory", lambda: there)
-    monkeypatch.setattr(host_room, "kept_bytes", lambda *_: need)
+    spills = "memory.host_gib=4" in overrides
+    found = HostBytes(4 * GIB, need - 4 * GIB, GIB) if spills else HostBytes(need)
+    monkeypatch.setattr(host_room, "kept_bytes", lambda *_: found)
     cfg = config("memory=lean", *overrides)
     place = {
         "rank": 0,
@@ -96,6 +117,28 @@ def test_with_a_folder_memory_is_needed_for_the_bound_and_disk_for_the_rest(
         ask(monkeypatch, HostMemory(10 * GIB, 20 * GIB), 12 * GIB, *spill)
     (text,) = ask(monkeypatch, HostMemory(7 * GIB, 20 * GIB), 11 * GIB, *spill)
     assert "a smaller memory.host_gib" in text
+
+
+def test_a_bound_below_one_layer_is_refused_before_the_model_is_filled(tmp_path: Path) -> None:
+    cfg = config("memory=lean", f"memory.spill_folder={tmp_path}", "memory.host_gib=0.0004")
+    env = RankEnv(0, 2, 0, 2, "a", 1, "plain")
+    with pytest.raises(
+        MemoryShortage, match=r"memory\.host_gib=0\.0004: a layer keeps .* GiB a rank\. Fix: "
+    ):
+        check_host_room(cfg, spec_of(cfg), env, False, print)
+    check_host_room(replace(cfg, memory=replace(cfg.memory, host_gib=0.001)), spec_of(cfg), env, False, print)
+
+
+def test_what_to_do_is_what_the_run_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    alst = config("memory=alst")
+    monkeypatch.setattr(host_room, "host_memory", lambda: HostMemory(10 * GIB, 20 * GIB))
+    monkeypatch.setattr(host_room, "kept_bytes", lambda *_: HostBytes(6 * GIB))
+    env, told, spec = RankEnv(0, 2, 0, 2, "a", 1, "plain"), [], spec_of(alst)
+    check_host_room(alst, spec, env, False, told.append)
+    assert "Fix: memory=lean memory.spill_folder=FOLDER" in told[0]
+    monkeypatch.setattr(host_room, "family_of", lambda _: DEFAULT)
+    check_host_room(alst, spec, env, False, told.append)
+    assert "spill" not in told[1] and "Fix: more ranks a row, on more nodes, or a shorter" in told[1]
 
 
 def tree(root: Path, files: dict[str, str]) -> Path:

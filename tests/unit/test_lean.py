@@ -8,11 +8,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import stack.ops.attention_kernel as attention_kernel
 import stack.parallel.lean as lean_module
+from stack.bench.live_bytes import LiveBytes
 from stack.config.schema import MemoryConfig
 from stack.models import spec
 from stack.models.registry import FAMILIES
-from stack.ops.attention_kernel import CpuFlash, Recompute
+from stack.ops.attention_kernel import CpuFlash, Recompute, backward_dtype
 from stack.ops.host_store import HostStore
 from stack.ops.reference import document_attention
 from stack.parallel.lean import install_lean, lean_obstacle
@@ -140,6 +142,55 @@ def test_kernels_agree_with_the_definition(bounds):
         out, lse = kernel.forward(query, key, value)
         torch.testing.assert_close(out, want.detach())
         torch.testing.assert_close(kernel.backward(grad, query, key, value, out, lse), want_grads)
+
+
+def backward_in(dtype: torch.dtype, kv_heads: int, seq: int, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """[errors of dq, dk and dv against fp64, bytes at the most beside what goes in and comes out] of bf16 tensors."""
+    monkeypatch.setattr(attention_kernel, "backward_dtype", lambda given: dtype)
+    generator, bounds = torch.Generator().manual_seed(0), [0, seq // 3, seq]
+    sizes = [(1, heads, seq, 32) for heads in (2 * kv_heads, kv_heads, kv_heads, 2 * kv_heads)]
+    query, key, value, grad = (torch.randn(size, generator=generator).bfloat16() for size in sizes)
+    kernel = CpuFlash(bounds, 0.2)
+    out, lse = kernel.forward(query, key, value)
+    with LiveBytes() as live:
+        start = live.device
+        grads = kernel.backward(grad, query, key, value, out, lse)
+        beside = live.peak_device - start - sum(part.nbytes for part in grads)
+    inputs = [part.double().requires_grad_() for part in (query, key, value)]
+    want = document_attention(*inputs, torch.tensor(bounds), 0.2)
+    wanted = torch.autograd.grad(want, inputs, grad.double())
+    assert all(part.dtype == torch.bfloat16 for part in grads)
+    return [
+        *((mine.double() - true).norm() / true.norm() for mine, true in zip(grads, wanted, strict=True)),
+        beside,
+    ]
+
+
+def test_backward_in_fp32_is_more_exact_and_holds_one_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    *narrow, _ = backward_in(torch.bfloat16, 2, 300, monkeypatch)
+    *wide, _ = backward_in(torch.float32, 2, 300, monkeypatch)
+    assert all(one < other for one, other in zip(wide, narrow, strict=True))
+    (*_, beside), (*_, of_more) = (backward_in(torch.float32, heads, 300, monkeypatch) for heads in (2, 6))
+    # Of the longer document in fp32: q, out and their gradients, dk and dv of a query head, k and v, the sums of dk and dv.
+    document, head = 200, 200 * 32 * 4
+    assert of_more == beside <= (6 + 2 + 2) * head + 2 * 4 * document
+
+
+@pytest.mark.parametrize(("has", "want"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_backward_goes_by_what_the_processor_has(
+    has: bool, want: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = dict.fromkeys((torch.bfloat16, torch.float16), lambda: has)
+    monkeypatch.setattr(attention_kernel, "_FAST_PRODUCTS", asked)
+    assert backward_dtype(torch.bfloat16) == want
+    assert backward_dtype(torch.float32) == torch.float32 and backward_dtype(torch.float64) == torch.float64
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert backward_dtype(torch.bfloat16) == torch.float32
+
+
+def test_torch_still_says_what_the_processor_has() -> None:
+    """By functions that torch does not document."""
+    assert all(isinstance(ask(), bool) for ask in attention_kernel._FAST_PRODUCTS.values())
 
 
 def test_models_that_do_not_fit_are_told_why():

@@ -90,6 +90,40 @@ def test_documents_change_the_time_and_not_much_else(tmp_path: Path) -> None:
     assert _told("levers=false", "documents=1000,3000")[0] == 0
 
 
+def test_parts_that_are_not_known_are_said() -> None:
+    def told(*overrides: str) -> str:
+        cfg = configured("+exp=qwen3_1m", "model.architecture.num_hidden_layers=2", *overrides)
+        return " ".join(plan(cfg, 8, read_machine(cfg.site)).not_modelled)
+
+    assert "rates of fp32" in told("engine.precision=fp32") and "fetching" in told("engine=zero3_offload_all")
+    assert "rates of fp32" not in told() and "fetching" not in told()
+
+
+def test_a_sweep_is_told_and_drawn_by_length(tmp_path: Path) -> None:
+    code, text = _told("sweep=seq:131072,65536,131072", f"png={tmp_path / 'a.png'}", "site.memory_gib=4")
+    assert code == 4, "none of them fits"
+    assert text.count("data.seq_len=131072") == 1
+    assert text.index("data.seq_len=65536") < text.index("data.seq_len=131072")
+
+
+def test_a_machine_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "ours.yaml").write_text("name: ours\ndevice: cuda\nmemory_gib: 5\n")
+    code, text = _told("site=ours", "--config-dir", str(tmp_path), "levers=false")
+    assert code == 4 and "of 5.0" in text and "site=ours" in text
+
+
+def test_hydras_questions_are_answered(capsys) -> None:
+    assert _told("--cfg", "job") == (0, "") and "qwen3_1m" in capsys.readouterr().out
+
+
+def test_what_is_not_known_is_said() -> None:
+    text = _told("levers=false", "site.host_memory_gib=null", "schedule.steps=null", "schedule.epochs=2")[1]
+    assert "of an amount that is not known" in text and "whole run: not known" in text
+    text = _told("levers=false")[1]
+    assert "rank(s), of 1,860.0" in text and "whole run: 20 steps" in text
+
+
 def test_searches_write_a_table_and_a_picture(tmp_path: Path) -> None:
     picture = tmp_path / "a.png"
     code, text = _told("sweep=seq:65536,131072", f"png={picture}")
@@ -100,7 +134,7 @@ def test_searches_write_a_table_and_a_picture(tmp_path: Path) -> None:
     assert code == 0 and "longest row:" in text and "beyond it a node needs" in text
 
 
-def test_the_exact_count_is_believed_where_the_tiers_differ() -> None:
+def test_the_exact_count_is_believed_where_the_tiers_differ(tmp_path: Path) -> None:
     def exact(cfg, ranks, layers):
         assert (ranks, layers) == (8, 2)
         found = plan(cfg, ranks, read_machine(cfg.site))
@@ -111,10 +145,17 @@ def test_the_exact_count_is_believed_where_the_tiers_differ() -> None:
 
     code, text = _told("exact=true", "layers=2", "levers=false", exact=exact)
     assert code == 4 and "the exact count is believed" in text and "forecast by exact count" in text
-    code, text = _told(
-        "exact=true", "levers=false", exact=lambda cfg, n, _: plan(cfg, n, read_machine(cfg.site))
-    )
-    assert code == 0 and "they agree" in text
+
+    def agrees(cfg, ranks, layers):
+        found = plan(cfg, ranks, read_machine(cfg.site))
+        found.tier = "exact count"
+        return found
+
+    file = tmp_path / "plan.json"
+    code, text = _told("exact=true", "levers=false", f"json={file}", exact=agrees)
+    assert code == 0 and "they agree" in text and "forecast by closed form" in text
+    told = json.loads(file.read_text())
+    assert (told["forecast"]["tier"], told["exact"]["tier"]) == ("closed form", "exact count")
 
 
 @pytest.mark.parametrize(
@@ -124,6 +165,13 @@ def test_the_exact_count_is_believed_where_the_tiers_differ() -> None:
         (["gpus=12"], "parallel.sp"),
         (["search=longest"], "search"),
         (["sweep=tokens:4"], "sweep"),
+        (["sweep=seq:0"], "sweep"),
+        (["sweep=seq:4"], "data.seq_len"),
+        (["json=/proc/none/plan.json"], "json"),
+        (["sweep=seq:65536", "png=/proc/none/plan.png"], "png"),
+        (["sweep=seq:65536", "png=plan.docx"], "png"),
+        (["site.gemm_share=0"], "site.gemm_share"),
+        (["--config-dir", "/no/such/folder"], "config-dir"),
         (["search=max_seq", "sweep=seq:4096"], "sweep"),
         (["exact=maybe"], "exact"),
         (["layers=few"], "layers"),

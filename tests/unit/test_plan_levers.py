@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from stack.config.compose import compose_config
+from stack.errors import ConfigError
 from stack.plan.changes import as_overrides, changed, preset
 from stack.plan.levers import levers_of, room_left, stack_levers, try_levers
-from stack.plan.search import MOST_GPUS, fewest_gpus, longest, sweep_lengths
+from stack.plan.search import MOST_GPUS, MOST_TOKENS, fewest_gpus, longest, sweep_lengths, what_ends
 from stack.plan.verdict import FITS, NO
 from tests.unit.plan_rig import configured, planned
 
@@ -30,10 +31,60 @@ def test_a_lever_says_what_the_command_line_takes(overrides: tuple[str, ...]) ->
         assert asked == typed, changes
 
 
-def test_a_preset_replaces_its_section() -> None:
-    cfg = changed(configured("memory=lean", "memory.attention_heads=3"), (("memory", "alst"),))
-    assert cfg.memory == configured("memory=alst").memory
+@pytest.mark.parametrize(
+    "overrides",
+    [("memory=lean",), ("memory=lean", "memory.attention_heads=3"), ("+exp=tiny_cpu",), ("+exp=quickstart",)],
+)
+@pytest.mark.parametrize("name", ["alst", "lean", "plain"])
+def test_a_preset_is_what_pasting_it_makes(overrides: tuple[str, ...], name: str) -> None:
+    """Settings of the experiment and of the command line stay over it."""
+    cfg = changed(configured(*overrides), (("memory", name),))
+    assert cfg == configured(*overrides, f"memory={name}")
     assert dict(preset("memory", "lean"))["lean"] is True
+
+
+def test_what_is_stacked_can_be_pasted() -> None:
+    """In any order of presets and settings of theirs."""
+    changes = (("memory.tiled_loss", True), ("memory.loss_tile", 512), ("memory", "lean"))
+    overrides = (*FEW, "memory=plain")
+    typed = configured(*overrides, *as_overrides(changes).split())
+    assert changed(configured(*overrides), changes) == typed and typed.memory.loss_tile == 512
+
+
+def test_what_a_start_would_refuse_is_no_lever() -> None:
+    run = planned(*FEW, "data.seq_len=8", "model=llama3_8b", world=8)
+    with pytest.raises(ConfigError, match=r"data\.seq_len"):
+        run.plan((("gpus", 16), ("parallel.sp", 16)))
+    assert not any("parallel.sp" in lever.overrides for lever in try_levers(run, run.plan()))
+
+
+def test_more_rows_where_the_heads_allow_no_larger_group() -> None:
+    run = planned("+exp=qwen3_1m", "memory=plain", "parallel.sp=32", world=32)
+    found = {lever.overrides for lever in try_levers(run, run.plan())}
+    assert "gpus=64" in found and not any("parallel.sp" in text for text in found)
+
+
+def test_a_card_that_is_not_known_asks_for_no_stack() -> None:
+    run = planned(*FEW, "site=auto", world=8)
+    before = run.plan()
+    assert before.card_bytes == 0 and stack_levers(run, before, try_levers(run, before)) == []
+
+
+def test_the_longest_row_ends_where_the_positions_do() -> None:
+    run = planned(*FEW, "model.rope.scaling=none", "data.seq_len=32768", world=8)
+    points = longest(run)
+    reach = points[-1].seq_len
+    assert all(point.fits for point in points) and reach >= 8192
+    assert "data.seq_len" in what_ends(run, points) or "model.rope" in what_ends(run, points)
+    with pytest.raises(ConfigError):
+        run.plan((("data.seq_len", round(1.02 * reach) + 8192),))
+
+
+def test_a_search_without_end_says_so() -> None:
+    run = planned(*FEW, "site.memory_gib=1e9", "site.host_memory_gib=1e9", world=8)
+    points = longest(run)
+    assert all(point.fits for point in points) and points[-1].seq_len <= MOST_TOKENS
+    assert what_ends(run, points) == "none was looked for"
 
 
 def test_levers_are_ranked_by_their_price_and_stacked_until_it_fits() -> None:

@@ -6,20 +6,25 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
+from stack.bench.live_bytes import LiveBytes
 from stack.bench.step_count import StepCount
 from stack.config.compose import CONF, compose_config
 from stack.config.derive import REPO_ROOT
+from stack.ops.param_grads import ParamGrads
 from stack.plan.closed_form import plan
-from stack.plan.forecast import PHASES, Forecast
+from stack.plan.forecast import GATHERED, PHASES, Forecast
+from stack.plan.lean import Sums
 from stack.plan.machine import read_machine
+from stack.plan.operators import Capture, Operators
+from stack.plan.tensors import INDEX, Ledger
+from stack.plan.zero3 import Module, Param, Zero3, ZeroSettings
 from tests.ranks import run_ranks
 
 TABLE: list[dict[str, Any]] = json.loads((REPO_ROOT / "tests" / "plan" / "exact.json").read_text())["rows"]
 PRESETS = ("plain", "checkpoint", "alst", "lean")
 APART = 0.03
-FURTHER_APART = {("qwen3_30b_a3b_1m", "alst"): 0.04}
-"""3.4 % too low: 0.75 GiB of gathered weights, a buffer for several parameters, outlives its copies longer than replayed."""
 SMALL = [
     *(
         "model=bench",
@@ -32,16 +37,33 @@ SMALL = [
     # Where buckets are large beside everything else, there would be little to compare.
     "+engine.overrides.zero_optimization.reduce_bucket_size=200000",
 ]
+EXPERTS = [
+    *("model.architecture.model_type=qwen3_moe", "+model.architecture.num_experts=4"),
+    *("+model.architecture.num_experts_per_tok=2", "+model.architecture.moe_intermediate_size=128"),
+]
+TIGHT = [
+    "model.architecture.num_hidden_layers=3",
+    *(
+        f"+engine.overrides.zero_optimization.stage3_{name}={value}"
+        for name, value in {
+            "prefetch_bucket_size": 100_000,
+            "param_persistence_threshold": 500,
+            "max_reuse_distance": 400_000,
+            "max_live_parameters": 1_500_000,
+        }.items()
+    ),
+]
+"""Parameters are fetched ahead, kept and let go as in a model that is large beside DeepSpeed's bounds."""
 LIVE = {
     "plain": ["memory=plain"],
     "checkpoint": ["memory=checkpoint", "engine.accumulation=2"],
     "alst": ["memory=alst", "memory.fused_kernels=none"],
     "lean": ["memory=lean"],
     "lean, tied": ["memory=lean", "model.architecture.tie_word_embeddings=true", "memory.attention_heads=1"],
-    "lean, experts": [
-        *("memory=lean", "model.architecture.model_type=qwen3_moe", "+model.architecture.num_experts=4"),
-        *("+model.architecture.num_experts_per_tok=2", "+model.architecture.moe_intermediate_size=128"),
-    ],
+    "lean, experts": ["memory=lean", *EXPERTS],
+    "checkpoint, tight": ["memory=checkpoint", *TIGHT],
+    "checkpoint, experts, tight": ["memory=checkpoint", *EXPERTS, *TIGHT],
+    "alst, experts, tight": ["memory=alst", *EXPERTS, *TIGHT],
 }
 
 
@@ -54,9 +76,8 @@ def _planned(overrides: list[str], world: int) -> Forecast:
 def test_ready_experiments_are_within_three_percent(row: dict[str, Any]) -> None:
     found = _planned([f"+exp={row['exp']}", f"memory={row['memory']}", *row["overrides"]], row["ranks"])
     phases = {name: found.memory.phases[name].num_bytes for name in row["phases"]}
-    apart = FURTHER_APART.get((row["exp"], row["memory"]), APART)
-    assert max(phases.values()) == pytest.approx(max(row["phases"].values()), rel=apart)
-    assert phases["backward"] == pytest.approx(row["phases"]["backward"], rel=apart)
+    assert max(phases.values()) == pytest.approx(max(row["phases"].values()), rel=APART)
+    assert phases["backward"] == pytest.approx(row["phases"]["backward"], rel=APART)
     if not any("zero3" in text for text in row["overrides"]) and row["count"].endswith("exact.py"):
         assert found.host.kept_bytes == row["host_bytes"]
     for kind in ("all-to-all", "reduce-scatter"):
@@ -83,30 +104,178 @@ def test_every_experiment_can_be_planned(name: str) -> None:
     assert all(sum(peak.parts.values()) == peak.num_bytes > 0 for peak in found.memory.phases.values())
 
 
+Events = list[tuple[str, list[int]]]
+"""(`enter` a module, or `gather`, numbers of each parameter): of a warm step, without modules that have no parameters."""
+
+
 @pytest.fixture(scope="module")
-def live() -> dict[str, StepCount]:
+def live() -> dict[str, tuple[StepCount, Events]]:
     cases = {name: [*SMALL, *case] for name, case in LIVE.items()}
-    return run_ranks(counted_like_a_gpu, 1, cases, 2, timeout_s=280, init=False)[0]
+    return run_ranks(counted_like_a_gpu, 1, cases, 2, timeout_s=480, init=False)[0]
 
 
-def counted_like_a_gpu(cases: dict[str, list[str]], world: int) -> dict[str, StepCount]:
+def counted_like_a_gpu(cases: dict[str, list[str]], world: int) -> dict[str, tuple[StepCount, Events]]:
     """In a process of its own, which this changes."""
+    from stack.bench.exact import num_layers
     from stack.bench.one_process import count_alone, countable
 
-    found = {}
+    found, events = {}, _watch_deepspeed()
     for name, given in cases.items():
         cfg = compose_config(given, strict=False)
-        found[name] = count_alone(countable(cfg, 2), world, "gpu")
+        found[name] = count_alone(countable(cfg, num_layers(cfg)), world, "gpu"), list(events)
     return found
 
 
+def _watch_deepspeed() -> Events:
+    """What its coordinator does since a forward began."""
+    from deepspeed.runtime.zero.partitioned_param_coordinator import (
+        PartitionedParameterCoordinator,
+        ZeroParamStatus,
+        iter_params,
+    )
+    from deepspeed.utils import z3_leaf_module
+
+    events: Events = []
+    gathers = "_PartitionedParameterCoordinator__all_gather_params"
+    reset, fetch, gather = (
+        getattr(PartitionedParameterCoordinator, name) for name in ("reset_step", "fetch_sub_module", gathers)
+    )
+
+    def reset_step(self: Any) -> None:
+        events.clear()
+        reset(self)
+
+    def fetch_sub_module(self: Any, module: Any, forward: bool) -> None:
+        params: list[Any] = list(iter_params(module, recurse=z3_leaf_module(module)))
+        if params:
+            events.append(("enter", sorted(param.ds_numel for param in params)))
+        fetch(self, module, forward)
+
+    def gather_params(self: Any, params: Any, forward: bool) -> None:
+        missing = [param for param in params if param.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+        if missing:
+            events.append(("gather", sorted(param.ds_numel for param in missing)))
+        gather(self, params, forward)
+
+    for name, function in (
+        ("reset_step", reset_step), ("fetch_sub_module", fetch_sub_module), (gathers, gather_params),
+    ):  # fmt: skip
+        setattr(PartitionedParameterCoordinator, name, function)
+    return events
+
+
 @pytest.mark.parametrize("name", LIVE)
-def test_small_shapes_agree_with_the_exact_count(name: str, live: dict[str, StepCount]) -> None:
+def test_small_shapes_agree_with_the_exact_count(
+    name: str, live: dict[str, tuple[StepCount, Events]]
+) -> None:
     found = _planned([*SMALL, *LIVE[name]], 2)
-    exact = live[name]
+    exact = live[name][0]
     for phase, most in exact.warm.items():
         mine = found.memory.phases[phase].num_bytes
         assert mine == pytest.approx(most.num_bytes, rel=0.06 if phase == "forward" else APART), phase
     assert found.memory.peak.num_bytes == pytest.approx(exact.peak.num_bytes, rel=APART)
     assert found.communication["all-to-all"] == exact.traffic["all-to-all"]
     assert found.communication["reduce-scatter"] == exact.traffic["reduce-scatter"]
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_modules_are_entered_and_parameters_gathered_as_deepspeed_does(
+    name: str, live: dict[str, tuple[StepCount, Events]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: Events = []
+    start, fetch, gather = Zero3.start_step, Zero3.fetch, Zero3._gather
+
+    def start_step(self: Zero3) -> None:
+        events.clear()
+        start(self)
+
+    def entered(self: Zero3, module: Module) -> None:
+        if module.params:
+            events.append(("enter", sorted(param.numel for param in module.params)))
+        fetch(self, module)
+
+    def gathered(self: Zero3, params: list[Param]) -> None:
+        if params:
+            events.append(("gather", sorted(param.numel for param in params)))
+        gather(self, params)
+
+    for method, function in (("start_step", start_step), ("fetch", entered), ("_gather", gathered)):
+        monkeypatch.setattr(Zero3, method, function)
+    _planned([*SMALL, *LIVE[name]], 2)
+    assert len(events) > 10 and events == live[name][1]
+
+
+SIZES = (300, 70)
+"""Numbers of each parameter."""
+
+
+def _real_sums(tiles: int, dtype: torch.dtype) -> tuple[int, int]:
+    """(most bytes, bytes at the end) while `ops/param_grads.py` sums up: gradients, sums and totals."""
+    params = [torch.ones(size, dtype=dtype, requires_grad=True) for size in SIZES]
+    value, one = torch.ones((), dtype=dtype, requires_grad=True), torch.ones((), dtype=dtype)
+    outputs = [torch.stack([(param * value).sum() for param in params]).sum() for _ in range(tiles)]
+    with LiveBytes() as live:
+        sums = ParamGrads(params)
+        peak = 0
+        for output in outputs:
+            live.peak_device = live.device
+            sums.backward([output], [value], [one])
+            peak = max(peak, live.peak_device - live.at_start)
+        live.peak_device = live.device
+        totals = sums.totals()
+        found = live.peak_device - live.at_start, live.device - live.at_start
+    assert len(totals) == len(SIZES)
+    return found
+
+
+def _counted_sums(tiles: int, width: int) -> tuple[int, int]:
+    """The same by `plan/lean.py`."""
+    ledger = Ledger()
+    op = Operators(ledger, Zero3(ledger, ZeroSettings(world=1, width=width)), width, fused_norms=False)
+    params = [Param(f"{size}", size) for size in SIZES]
+    sums = Sums(op, params)
+    for _ in range(tiles):
+        capture = Capture(params)
+        capture.found = {param: op.new(param.numel * width, INDEX[GATHERED]) for param in params}
+        sums.add(capture)
+        del capture
+    ledger.restart()
+    ledger.enter("totals")
+    totals = sums.totals()
+    assert len(totals) == len(SIZES)
+    return ledger.peaks()["totals"].num_bytes, ledger.live
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 3])
+@pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 2), (torch.float32, 4)])
+def test_totals_of_a_layers_gradients_are_all_made_before_a_sum_goes(
+    tiles: int, dtype: torch.dtype, width: int
+) -> None:
+    """In 16 bit 6 bytes an element, in no other moment of the ready experiments more than there is elsewhere."""
+    found = _counted_sums(tiles, width)
+    assert found == _real_sums(tiles, dtype)
+    assert found[0] == sum(SIZES) * (6 if width == 2 and tiles > 1 else width)
+
+
+def test_what_was_let_go_does_not_come_back_with_others_of_its_buffer() -> None:
+    """Two parameters fetched ahead in one buffer are copied out of it once, when the first is asked for. At Qwen3-30B-A3B
+    one that came back was not gathered again, and the weights of the experts beside it had no joint buffer: 0.75 GiB."""
+    ledger = Ledger()
+    zero = Zero3(ledger, ZeroSettings(world=4, width=2, prefetch=1000, max_reuse=0))
+    ahead, first, second = (Param(name, size) for name, size in (("ahead", 40), ("first", 8), ("second", 12)))
+    modules = [Module(param.name, [param]) for param in (ahead, first, second)]
+    zero.start_step()
+    for module in modules:
+        zero.fetch(module)
+        zero.release(module)
+    assert ledger.live == 0
+    zero.start_step()
+    zero.fetch(modules[0])
+    assert ledger.live == 2 * (40 + 8 + 12)  # one buffer for two
+    zero.release(modules[0])
+    zero.fetch(modules[1])
+    assert ledger.live == 2 * (8 + 12) + 2 * (8 + 12)  # copied, while the second has not been asked for
+    zero.release(modules[1])
+    assert first.data is None and ledger.live == 2 * (8 + 12) + 2 * 12
+    zero.fetch(modules[2])
+    assert first.data is None and ledger.live == 2 * 12

@@ -73,6 +73,22 @@ def test_nothing_is_refused_on_the_cpu_and_it_is_said_why() -> None:
     assert "does not fit" not in text and text.count("this is the CPU") == 1 and "live tensors" in text
 
 
+def test_a_cpu_whose_memory_is_given_is_judged_by_it() -> None:
+    small = ["+exp=tiny_cpu", "site.memory_gib=0.05", "site.host_memory_gib=64"]
+    alone = replace(ENV, world=1, local_world=1)
+    with pytest.raises(ForecastRefusal, match="does not fit"):
+        look_ahead(compose_config(small, world=1), alone, "cpu")
+    text = said(look_ahead(compose_config([*small, "plan.gate=warn"], world=1), alone, "cpu"))
+    assert text.startswith("warning: this run does not fit") and "of 51.2 MiB: does not fit" in text
+
+
+def test_more_ranks_are_no_setting_to_paste() -> None:
+    with pytest.raises(ForecastRefusal) as refused:
+        look_ahead(configured(*FITS, "site.memory_gib=12"), ENV, "cuda")
+    text = str(refused.value)
+    assert "gpus=" not in text and "parallel.sp=16 on 16 ranks" in text
+
+
 def test_an_unknown_card_refuses_nothing_and_a_known_amount_of_memory_does(monkeypatch) -> None:
     unknown = look_ahead(configured("+exp=qwen3_1m", "memory=plain", "site=auto"), ENV, "cuda")
     assert unknown.found is not None and unknown.found.answer == "unproven"
@@ -149,7 +165,7 @@ def compared(tmp_path: Path, seconds: list[float], device: str = "cpu") -> tuple
     found = replace(outlook.found, forecast=replace(outlook.found.forecast, time=time))
     lines: list[str] = []
     file = tmp_path / "calibration.jsonl"
-    hook = CalibrationHook(replace(outlook, found=found), file, torch.device(device), lines.append)
+    hook = CalibrationHook(replace(outlook, found=found), file, torch.device(device), lines.append, 8)
     for place, one in enumerate(seconds):
         hook.after_step(TrainState(step=place + 1), record(one))
     hook.close()
@@ -169,7 +185,17 @@ def test_one_that_differs_warns_once_and_is_kept(tmp_path: Path) -> None:
     told = [json.loads(line) for line in file.read_text().splitlines()]
     steps = [one for one in told if one["constant"] == "step_s"]
     assert len(steps) == 2
-    assert set(steps[0]) == {"constant", "value", "unit", "measured", "forecast", "when", "host", "device"}
+    assert set(steps[0]) == {
+        "constant",
+        "value",
+        "unit",
+        "measured",
+        "forecast",
+        "when",
+        "host",
+        "device",
+        "ranks",
+    }
     assert (steps[0]["value"], steps[0]["forecast"], steps[0]["unit"]) == (3.0, 2.0, "s")
     read_machine(configured(*FITS).site, file)  # quantities that are no constants are passed over
 
@@ -177,7 +203,7 @@ def test_one_that_differs_warns_once_and_is_kept(tmp_path: Path) -> None:
 def test_too_few_steps_say_nothing_and_skipped_ones_do_not_count(tmp_path: Path) -> None:
     assert compared(tmp_path, [2.0] * WARM_STEPS)[0] == []
     lines: list[str] = []
-    hook = CalibrationHook(Outlook(), tmp_path / "c.jsonl", torch.device("cpu"), lines.append)
+    hook = CalibrationHook(Outlook(), tmp_path / "c.jsonl", torch.device("cpu"), lines.append, 1)
     for place, reason in enumerate([None, "nonfinite loss", None, None, "spike", None]):
         hook.after_step(TrainState(step=place + 1), record(1.0 if reason is None else 99.0, reason))
     assert len(lines) == 1 and lines[0].startswith("measured: a step 1 s")
@@ -199,4 +225,8 @@ def test_a_card_is_compared_by_what_its_allocator_says(tmp_path: Path, monkeypat
     assert found["reserve_share"]["value"] == pytest.approx(0.1)
     assert 0 <= found["context_gib"]["value"] <= 6  # 80 - 30 - 44, less what is assumed of NCCL
     machine = read_machine(configured(*FITS).site, file)
-    assert machine.calibrated and machine.site.reserve_share == pytest.approx(0.1)
+    assert (
+        machine.calibrated(8)
+        and not machine.calibrated(16)
+        and machine.site.reserve_share == pytest.approx(0.1)
+    )

@@ -3,6 +3,7 @@ left out."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -80,7 +81,7 @@ class Tally:
 
     def drop(self, reason: str, where: str, num_bytes: int, count: int = 1) -> None:
         """Count documents without content: no fault, whatever the policy."""
-        entry = self.dropped.setdefault(reason, Dropped(first=where))
+        entry = self.dropped.setdefault(reason, Dropped(first=printable(where)))
         entry.count += count
         entry.num_bytes += num_bytes
 
@@ -89,12 +90,13 @@ class Tally:
         for reason, entry in dropped.items():
             self.drop(reason, entry["first"], entry["num_bytes"], entry["count"])
 
-    def fault(self, reason: str, where: str, num_bytes: int, detail: str) -> None:
-        """A document that cannot be read: raise DataError, or count it under `data.bad_text=skip`."""
+    def fault(self, reason: str, where: str, num_bytes: int, detail: str, count: int = 1) -> None:
+        """A document that cannot be read, or `count` of them: raise DataError, or count it under
+        `data.bad_text=skip`."""
         if self.policy == "stop":
             fix = "mend the file, or set data.bad_text=skip to leave out and count such documents"
-            raise DataError(f"{where}: {detail}. Fix: {fix}")
-        self.drop(reason, where, num_bytes)
+            raise DataError(printable(f"{where}: {detail}. Fix: {fix}"))
+        self.drop(reason, where, num_bytes, count)
 
 
 @dataclass(frozen=True)
@@ -127,15 +129,25 @@ class Source(Protocol):
         text."""
         ...
 
-    def units(self, size: int, divisible: bool, tally: Tally) -> list[Unit]:
+    def units(self, size: int, cut: re.Pattern[str] | None, tally: Tally) -> list[Unit]:
         """The source cut into units of about `size` bytes, in order: the same cuts on every machine and for any number of
-        workers. divisible: whether a document of text may be cut at places of `chunks.SAFE_CUT`. What can only be
-        judged as a whole, such as a document in several units, goes to `tally` here."""
+        workers. cut: in front of its matches a document of text may be cut (`chunks.safe_cut`); None: nowhere. What can
+        only be judged as a whole goes to `tally` here: a document in several units, files that are passed over."""
         ...
 
     def documents(self, unit: Unit, tally: Tally) -> Iterator[Document]:
         """The documents of a unit in a fixed order. Blank and unreadable ones go to `tally`."""
         ...
+
+    def check_unchanged(self, unit: Unit | None = None) -> None:
+        """Raise DataError if a file of the unit, or any file, is no longer the one that `identity` names. Asked behind each
+        reading, so that nothing made of a file that changed meanwhile is kept."""
+        ...
+
+
+def printable(text: str) -> str:
+    """Text that any stream takes: a file name may hold bytes that are not UTF-8, and JSON half a surrogate pair."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def group_items(sizes: Sequence[int], size: int, first: int = 0) -> Iterator[Unit]:
@@ -163,5 +175,5 @@ def group_files(
 
 def all_documents(source: Source, tally: Tally) -> Iterator[Document]:
     """Every document of a source, each in one piece."""
-    for unit in source.units(1 << 62, False, tally):
+    for unit in source.units(1 << 62, None, tally):
         yield from source.documents(unit, tally)

@@ -1,4 +1,4 @@
-"""JSON Lines, plain, gzip or zstd: one object a line, one document an object, the text in one field. Other fields
+"""JSON Lines, plain, gzip, zstd or bzip2: one object a line, one document an object, the text in one field. Other fields
 are ignored, whatever they hold. Memory is bounded by the longest line.
 
 A plain file larger than a unit is looked through for line ends when the units are made, at the speed of the disk, and
@@ -7,9 +7,11 @@ goes to several units. A compressed one cannot be entered in its midst and is on
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import json
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,35 +20,32 @@ from typing import IO, Any
 import zstandard
 
 from stack.data.sources.base import Document, SourceRequest, Tally, Unit, group_files
-from stack.data.sources.files import find_files, identify_files
+from stack.data.sources.files import FileSource, FoundFiles, find_files, identify_files
 from stack.data.sources.records import RecordReader
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-COMPRESSED = (".gz", ".zst")
+COMPRESSED = (".gz", ".zst", ".bz2")
+NAMES = tuple(f"{name}{packed}" for name in (".jsonl", ".ndjson") for packed in ("", *COMPRESSED))
+"""How files of JSON Lines end; `.json` may be anything, and is read where a file or a pattern names it."""
+
 BLOCK_BYTES = 1 << 20
 
 
-class JsonLinesSource:
-    """`data.source=jsonl data.path=... data.text_field=text`"""
+class JsonLinesFiles(FileSource):
+    """One document a line; the base of the sources of such files."""
 
     num_ids = None
 
-    def __init__(self, request: SourceRequest):
-        self.reader = RecordReader(request.data)
-        self.files = find_files(
-            request.data.path, "JSON Lines", (".jsonl", *(f".jsonl{packed}" for packed in COMPRESSED))
-        )
-        self.sizes = [file.path.stat().st_size for file in self.files]
-        self.total_bytes = sum(self.sizes)
+    def __init__(self, reader: RecordReader, found: FoundFiles):
+        super().__init__(found)
+        self.reader = reader
 
-    def identity(self) -> object:
-        return ["jsonl", self.reader.identity, identify_files(self.files)]
-
-    def units(self, size: int, divisible: bool, tally: Tally) -> list[Unit]:
+    def units(self, size: int, cut: re.Pattern[str] | None, tally: Tally) -> list[Unit]:
+        self.found.report(tally)
         large = [
             number
             for number, file in enumerate(self.files)
-            if self.sizes[number] > size and file.path.suffix not in COMPRESSED
+            if self.sizes[number] > size and file.path.suffix.lower() not in COMPRESSED
         ]
         return group_files(self.sizes, size, large, lambda number: self._divide(number, size, tally))
 
@@ -79,6 +78,16 @@ class JsonLinesSource:
             for (begin, first_line), end in zip(cuts, ends, strict=True)
             if end > begin
         ]
+
+
+class JsonLinesSource(JsonLinesFiles):
+    """`data.source=jsonl data.path=... data.text_field=text`"""
+
+    def __init__(self, request: SourceRequest):
+        super().__init__(RecordReader(request.data), find_files(request.data.path, "JSON Lines", NAMES))
+
+    def identity(self) -> object:
+        return ["jsonl", self.reader.identity, identify_files(self.files)]
 
 
 def _parse(line: bytes, where: str, tally: Tally) -> object | None:
@@ -117,10 +126,16 @@ def _read_lines(path: Path, unit: Unit, tally: Tally) -> Iterator[tuple[int, byt
         tally.fault("unreadable", where, 0, f"the rest of the file cannot be read ({reason})")
 
 
-def _open(path: Path) -> IO[bytes] | gzip.GzipFile:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rb")
-    return io.BufferedReader(_ZstdFile(path), BLOCK_BYTES) if path.suffix == ".zst" else path.open("rb")
+def _open(path: Path) -> IO[bytes] | gzip.GzipFile | bz2.BZ2File:
+    match path.suffix.lower():
+        case ".gz":
+            return gzip.open(path, "rb")
+        case ".bz2":
+            return bz2.open(path, "rb")
+        case ".zst":
+            return io.BufferedReader(_ZstdFile(path), BLOCK_BYTES)
+        case _:
+            return path.open("rb")
 
 
 class _ZstdFile(io.RawIOBase):
@@ -143,13 +158,24 @@ class _ZstdFile(io.RawIOBase):
                     raise EOFError("the zstd frame breaks off")
                 return 0
             self._open = True
-            self._ready, self._packed = memoryview(self._frame.decompress(self._packed)), b""
+            self._ready, self._packed = memoryview(self._unpack(self._packed)), b""
             if self._frame.eof:
                 self._packed, self._open = self._frame.unused_data, False
                 self._frame = zstandard.ZstdDecompressor().decompressobj()
         count = min(len(buffer), len(self._ready))
         buffer[:count], self._ready = self._ready[:count], self._ready[count:]
         return count
+
+    def _unpack(self, packed: bytes) -> bytes:
+        try:
+            return self._frame.decompress(packed)
+        except zstandard.ZstdError as error:
+            if "memory" not in str(error):
+                raise
+            raise zstandard.ZstdError(
+                "packed with a window of over 128 MiB, which takes as much memory to unpack: pack it anew with zstd --long=27, "
+                "or unpack it"
+            ) from error
 
     def close(self) -> None:
         self._file.close()

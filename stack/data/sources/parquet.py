@@ -6,47 +6,48 @@ largest.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stack.data.sources.base import Document, SourceRequest, Tally, Unit, group_items
-from stack.data.sources.files import find_files, identify_files
+from stack.data.sources.files import FileSource, FoundFiles, find_files, identify_files
 from stack.data.sources.records import RecordReader
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
 BATCH_ROWS = 256
 
 
-class ParquetSource:
-    """`data.source=parquet data.path=... data.text_field=text`"""
+class ParquetFiles(FileSource):
+    """One document a row; the base of the sources of such files."""
 
     num_ids = None
 
-    def __init__(self, request: SourceRequest):
-        self.reader = RecordReader(request.data)
-        self.files = find_files(request.data.path, "Parquet", (".parquet",))
-        self.total_bytes = sum(file.path.stat().st_size for file in self.files)
+    def __init__(self, reader: RecordReader, found: FoundFiles):
+        super().__init__(found)
+        self.reader = reader
 
-    def identity(self) -> object:
-        return ["parquet", self.reader.identity, identify_files(self.files)]
-
-    def units(self, size: int, divisible: bool, tally: Tally) -> list[Unit]:
+    def units(self, size: int, cut: re.Pattern[str] | None, tally: Tally) -> list[Unit]:
         import pyarrow as pa  # 50 MB of memory that only this source needs
         import pyarrow.parquet as pq
 
+        self.found.report(tally)
         units = []
         for number, file in enumerate(self.files):
             try:
-                with pq.ParquetFile(file.path) as table:
+                with _map(file.path) as mapped, pq.ParquetFile(mapped) as table:
                     groups = [
                         table.metadata.row_group(group).total_byte_size
                         for group in range(table.metadata.num_row_groups)
                     ]
             except (OSError, pa.ArrowException) as error:
-                total = file.path.stat().st_size
-                tally.fault("unreadable", str(file.path), total, f"no Parquet file ({_first_line(error)})")
+                detail = f"no Parquet file ({_first_line(error)})"
+                tally.fault("unreadable", str(file.path), file.size, detail)
                 continue
             units += [
                 Unit(number, number + 1, part.size, part.first, part.last)
@@ -62,7 +63,7 @@ class ParquetSource:
         file = self.files[unit.first]
         row = 0
         try:
-            with pq.ParquetFile(file.path, memory_map=True) as table:
+            with _map(file.path) as mapped, pq.ParquetFile(mapped) as table:
                 row = sum(table.metadata.row_group(group).num_rows for group in range(unit.begin))
                 groups = range(unit.begin, table.num_row_groups if unit.end is None else unit.end)
                 for record in self._records(table, groups):
@@ -72,7 +73,7 @@ class ParquetSource:
                         detail = f"0x{record.object[record.start]:02X} is not UTF-8 ({record.reason})"
                         tally.fault("not UTF-8", where, len(record.object), detail)
                         continue
-                    document = self.reader.document(record, place, where, _size(record), tally)
+                    document = self.reader.document(record, place, where, text_size(record), tally)
                     if document is not None:
                         yield document
         except (OSError, pa.ArrowException) as error:
@@ -99,7 +100,23 @@ class ParquetSource:
                         yield error
 
 
-def _size(record: dict[str, object]) -> int:
+class ParquetSource(ParquetFiles):
+    """`data.source=parquet data.path=... data.text_field=text`"""
+
+    def __init__(self, request: SourceRequest):
+        super().__init__(RecordReader(request.data), find_files(request.data.path, "Parquet", (".parquet",)))
+
+    def identity(self) -> object:
+        return ["parquet", self.reader.identity, identify_files(self.files)]
+
+
+def _map(path: Path) -> pa.MemoryMappedFile:
+    import pyarrow as pa
+
+    return pa.memory_map(os.fsencode(path))  # as bytes, since a name need not be UTF-8
+
+
+def text_size(record: dict[str, object]) -> int:
     """Bytes of the record's texts."""
     return sum(
         len(value.encode(errors="surrogatepass")) for value in record.values() if isinstance(value, str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import partial
 
@@ -25,7 +26,7 @@ class RandomSource:
     def identity(self) -> object:
         return ["random", self.num_ids, self.seed, self.num_tokens, self.document_tokens]
 
-    def units(self, size: int, divisible: bool, tally: Tally) -> list[Unit]:
+    def units(self, size: int, cut: re.Pattern[str] | None, tally: Tally) -> list[Unit]:
         """Items are documents. Four bytes an id, as the largest are stored."""
         count, each = -(-self.num_tokens // self.document_tokens), max(size // 4 // self.document_tokens, 1)
         return [
@@ -36,6 +37,9 @@ class RandomSource:
     def documents(self, unit: Unit, tally: Tally) -> Iterator[Document]:
         for number in range(unit.first, unit.last):
             yield Document(str(number), partial(self._draw, number, self._length(number, number + 1)))
+
+    def check_unchanged(self, unit: Unit | None = None) -> None:
+        """Nothing is read."""
 
     def _length(self, first: int, last: int) -> int:
         return min(last * self.document_tokens, self.num_tokens) - first * self.document_tokens

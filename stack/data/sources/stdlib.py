@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stack.data.sources.base import Document, SourceRequest, Tally, Unit
-from stack.data.sources.files import find_files, identify_files
+from stack.data.sources.files import FoundFiles, find_files, identify_files
 from stack.data.sources.text import TextFiles
 from stack.errors import DataError
 
@@ -29,7 +29,8 @@ class StandardLibrarySource(TextFiles):
         except DataError as error:
             fix = "data=text data.path=<folder with text>"
             raise DataError(f"no Python files of the standard library in {folder}. Fix: {fix}") from error
-        super().__init__([one for one in found if not SKIPPED_FOLDERS & set(one.place.split("/")[:-1])])
+        kept = [one for one in found.files if not SKIPPED_FOLDERS & set(one.place.split("/")[:-1])]
+        super().__init__(FoundFiles(kept))  # what else an installation holds is no text of the user's
 
     def identity(self) -> object:
         return ["stdlib", platform.python_version(), identify_files(self.files)]

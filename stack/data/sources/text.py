@@ -9,55 +9,60 @@ the parts, joined, are those of the whole.
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from stack.data.chunks import SAFE_CUT
-from stack.data.sources.base import Document, SourceRequest, Tally, Unit, group_files
-from stack.data.sources.files import SourceFile, find_files, identify_files
+from stack.data.chunks import UNCUTTABLE, Stretches
+from stack.data.sources.base import Document, SourceRequest, Tally, Unit, group_files, printable
+from stack.data.sources.files import FileSource, SourceFile, find_files, identify_files
 from stack.errors import DataError
 
 BLOCK_BYTES = 1 << 20
 
 
-class TextFiles:
+class TextFiles(FileSource):
     """One document a file; the base of the sources of text files."""
 
     num_ids = None
 
-    def __init__(self, files: list[SourceFile]):
-        self.files = files
-        self.sizes = [file.path.stat().st_size for file in files]
-        self.total_bytes = sum(self.sizes)
-
-    def units(self, size: int, divisible: bool, tally: Tally) -> list[Unit]:
-        large = [n for n, own in enumerate(self.sizes) if own > size] if divisible else []
-        return group_files(self.sizes, size, large, lambda number: self._divide(number, size, tally))
+    def units(self, size: int, cut: re.Pattern[str] | None, tally: Tally) -> list[Unit]:
+        self.found.report(tally)
+        if cut is None:
+            return group_files(self.sizes, size, [], lambda _: [])
+        large = [number for number, own in enumerate(self.sizes) if own > size]
+        return group_files(self.sizes, size, large, lambda number: self._divide(number, size, cut, tally))
 
     def documents(self, unit: Unit, tally: Tally) -> Iterator[Document]:
         if unit.end is None:
             return text_documents(self.files[unit.first : unit.last], tally)
         file = self.files[unit.first]
         blocks = partial(_read_again, file.path, unit.begin, unit.end)
-        return iter([Document(file.place, blocks, goes_on=unit.end < self.sizes[unit.first])])
+        goes_on = unit.end < self.sizes[unit.first]
+        size = unit.end - unit.begin
+        return iter([Document(file.place, blocks, where=str(file.path), num_bytes=size, goes_on=goes_on)])
 
-    def _divide(self, number: int, size: int, tally: Tally) -> list[Unit]:
+    def _divide(self, number: int, size: int, cut: re.Pattern[str], tally: Tally) -> list[Unit]:
         """Units of one large file, if it is good."""
         path, total = self.files[number].path, self.sizes[number]
-        cuts = [0]
+        cuts, stretches = [0], Stretches(cut)
 
         def note_cuts(offset: int, text: str) -> None:
             """The first safe place of a block behind each multiple of `size`."""
-            if offset >= cuts[-1] + size and (found := SAFE_CUT.search(text)):
+            stretches.see(text)
+            if offset >= cuts[-1] + size and (found := cut.search(text)):
                 cuts.append(offset + len(text[: found.start()].encode()))
 
-        if _is_good(path, total, tally, note_cuts):
-            return [
-                Unit(number, number + 1, end - begin, begin, end)
-                for begin, end in zip(cuts, [*cuts[1:], total], strict=True)
-            ]
-        return []
+        if not _is_good(path, total, tally, note_cuts):
+            return []
+        if stretches.too_long:
+            tally.fault(UNCUTTABLE, str(path), total, stretches.explain())
+            return []
+        return [
+            Unit(number, number + 1, end - begin, begin, end)
+            for begin, end in zip(cuts, [*cuts[1:], total], strict=True)
+        ]
 
 
 class TextSource(TextFiles):
@@ -80,13 +85,9 @@ class _NotUtf8(Exception):
 def text_documents(files: list[SourceFile], tally: Tally) -> Iterator[Document]:
     """One document a file; files that are blank, unreadable or not UTF-8 go to `tally`."""
     for file in files:
-        try:
-            size = file.path.stat().st_size
-        except OSError as error:
-            tally.fault("unreadable", str(file.path), 0, f"cannot be read ({error.strerror})")
-            continue
-        if _is_good(file.path, size, tally):
-            yield Document(file.place, partial(_read_again, file.path))
+        if _is_good(file.path, file.size, tally):
+            blocks = partial(_read_again, file.path)
+            yield Document(file.place, blocks, where=str(file.path), num_bytes=file.size)
 
 
 def _is_good(path: Path, size: int, tally: Tally, see: Callable[[int, str], None] = lambda *_: None) -> bool:
@@ -115,9 +116,11 @@ def _read_again(path: Path, begin: int = 0, end: int | None = None) -> Iterator[
     try:
         yield from (block for _, block in _decode_blocks(path, begin, end))
     except _NotUtf8 as bad:
-        raise DataError(
-            f"{path} changed while it was read (byte {bad.offset}). Fix: start again when it is at rest"
-        ) from bad
+        detail = f"changed while it was read (byte {bad.offset}). Fix: start again when it is at rest"
+        raise DataError(printable(f"{path}: {detail}")) from bad
+    except OSError as error:  # a part of it may be in the shard already
+        detail = f"could be read once, and not again ({error.strerror}). Fix: start again when it is at rest"
+        raise DataError(printable(f"{path}: {detail}")) from error
 
 
 def _decode_blocks(path: Path, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, str]]:

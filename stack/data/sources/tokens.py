@@ -6,6 +6,7 @@ They are taken as they are: nothing is put behind a document. A .bin without an 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -14,35 +15,45 @@ import numpy as np
 
 from stack.data.megatron import MegatronIndex
 from stack.data.sources.base import Document, SourceRequest, Tally, Unit
-from stack.data.sources.files import SourceFile, find_files, identify_files
+from stack.data.sources.files import (
+    FileSource,
+    SourceFile,
+    check_unchanged,
+    find_files,
+    identify_files,
+)
 
 BLOCK_TOKENS = 1 << 20
 LLM_C_MAGIC, LLM_C_HEADER = 20240520, 1024
 
 
-class TokenFilesSource:
+class TokenFilesSource(FileSource):
     """`data.source=tokens data.path=... data.token_dtype=uint16 data.token_eos=50256`"""
 
     def __init__(self, request: SourceRequest):
         self.num_ids: int | None = request.vocab
         self.dtype, self.eos = request.data.token_dtype, request.data.token_eos
-        self.files = find_files(request.data.path, "token", (".bin",))
+        super().__init__(find_files(request.data.path, "token", (".bin",), beside=(".idx",)))
         self.indexes = [_index_of(file) for file in self.files]
-        self.total_bytes = sum(file.path.stat().st_size for file in self.files)
 
     def identity(self) -> object:
-        indexes = [SourceFile(path, path.name) for path in self.indexes if path]
+        indexes = [index for index in self.indexes if index]
         return ["tokens", self.num_ids, self.dtype, self.eos, identify_files([*self.files, *indexes])]
 
-    def units(self, size: int, divisible: bool, tally: Tally) -> list[Unit]:
+    def check_unchanged(self, unit: Unit | None = None) -> None:
+        super().check_unchanged(unit)
+        indexes = self.indexes if unit is None else self.indexes[unit.first : unit.last]
+        check_unchanged(index for index in indexes if index)
+
+    def units(self, size: int, cut: re.Pattern[str] | None, tally: Tally) -> list[Unit]:
         """Begin and end are documents of an indexed file, tokens of another."""
+        self.found.report(tally)
         units: list[Unit] = []
         for number, index in enumerate(self.indexes):
             try:
-                ends = self._plain_cuts(number, size) if index is None else _indexed_cuts(index, size)
+                ends = self._plain_cuts(number, size) if index is None else _indexed_cuts(index.path, size)
             except (OSError, ValueError) as error:
-                path = self.files[number].path
-                tally.fault("unreadable", str(path), path.stat().st_size, f"cannot be read ({error})")
+                self._tell_unreadable(number, error, tally)
                 continue
             begin = 0
             for end, weight in ends:
@@ -52,7 +63,17 @@ class TokenFilesSource:
 
     def documents(self, unit: Unit, tally: Tally) -> Iterator[Document]:
         index = self.indexes[unit.first]
-        return self._plain(unit) if index is None else self._indexed(unit, MegatronIndex(index), tally)
+        try:
+            if index is None:
+                yield from self._plain(unit)
+            else:
+                yield from self._indexed(unit, MegatronIndex(index.path), tally)
+        except (OSError, ValueError) as error:
+            self._tell_unreadable(unit.first, error, tally)
+
+    def _tell_unreadable(self, number: int, error: Exception, tally: Tally) -> None:
+        file = self.files[number]
+        tally.fault("unreadable", str(file.path), file.size, f"cannot be read ({error})")
 
     def _indexed(self, unit: Unit, index: MegatronIndex, tally: Tally) -> Iterator[Document]:
         file, end = self.files[unit.first], index.num_documents if unit.end is None else unit.end
@@ -66,14 +87,18 @@ class TokenFilesSource:
                 tally.fault("not whole", f"{file.path}, document {number}", 0, detail)
             else:
                 ids = [tokens[at : at + count * width].view(index.dtype) for at, count in sequences]
-                yield Document(f"{file.place}:{number}", partial(_in_blocks, ids))
+                count = sum(len(part) for part in ids)
+                place, where = f"{file.place}:{number}", f"{file.path}, document {number}"
+                yield Document(place, partial(_in_blocks, ids), where=where, num_bytes=count * width)
 
     def _plain(self, unit: Unit) -> Iterator[Document]:
         file, tokens = self.files[unit.first], self._map(unit.first)
         begin, end = unit.begin, len(tokens) if unit.end is None else unit.end
         while begin < end:
             behind = self._document_end(tokens, begin, end)
-            yield Document(f"{file.place}:{begin}", partial(_in_blocks, [tokens[begin:behind]]))
+            place, where = f"{file.place}:{begin}", f"{file.path}, tokens {begin} to {behind - 1}"
+            size = (behind - begin) * tokens.itemsize
+            yield Document(place, partial(_in_blocks, [tokens[begin:behind]]), where=where, num_bytes=size)
             begin = behind
 
     def _map(self, number: int) -> np.ndarray:
@@ -114,9 +139,12 @@ class TokenFilesSource:
         return end
 
 
-def _index_of(file: SourceFile) -> Path | None:
+def _index_of(file: SourceFile) -> SourceFile | None:
     path = file.path.with_suffix(".idx")
-    return path if path.exists() else None
+    if not path.exists():
+        return None
+    status = path.stat()
+    return SourceFile(path, path.name, status.st_size, status.st_mtime_ns)
 
 
 def _indexed_cuts(path: Path, size: int) -> list[tuple[int, int]]:
