@@ -75,14 +75,11 @@ def flash_obstacle(backend: str, device: torch.device, dtype: torch.dtype, head_
     try:
         _activate(PUT_IN.get(backend))
         equal = all(_gives_the_same(backend, device, dtype, head_dim, window) for window in (None, 37))
-    except (
-        ImportError,
-        OSError,
-        RuntimeError,
-        ValueError,
-    ) as error:  # not on this card, in this build or installed
+    # Not on this card, not in this build, not installed.
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
         _activate(None)
-        return f"torch's operators of {backend} do not run here ({str(error).splitlines()[0]})"
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        return f"torch's operators of {backend} do not run here ({reason})"
     if not equal:
         _activate(None)
         return f"torch's operators do not give the numbers of {backend}"

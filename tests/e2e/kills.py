@@ -52,6 +52,8 @@ OVERRIDES = [
 ]
 TIMES = re.compile(r"_s$|_gib$|_per_rank$")
 
+TARGETS = ("rank 0", "launcher", "rank 1")
+
 
 class Siege:
     """Runs below one folder, the kills they suffered, and what was found."""
@@ -91,7 +93,7 @@ class Siege:
 
     def kill_somebody(self, job: ForkedJob, name: str) -> bool:
         """False if the run was over first."""
-        target = self.draw.choice(["rank 0", "rank 1", "launcher"])
+        target = TARGETS[self.moments.total() % len(TARGETS)]  # in turn, so that a few kills meet all
         pid = job.launcher if target == "launcher" else job.ranks[int(target[-1])]
         moment = time.monotonic() + self.draw.uniform(0, self.whole_s)
         while time.monotonic() < moment:

@@ -68,6 +68,7 @@ def test_the_command_starts_ranks_of_its_own_and_appends(tmp_path: Path, monkeyp
     assert asked["nprocs"] == 2 and asked["world"] == "2" and asked["function"] is probe._probe_spawned
     assert asked["arguments"][1:] == (file, "cpu")
     for times in (1, 2):
-        probe._write([Found("gemm_share", 0.5, "of the peak", "a test", 0.6)], file, "cpu")
+        probe._write([Found("gemm_share", 0.5, "of the peak", "a test", 0.6)], file, "cpu", 2)
         told = [json.loads(line) for line in file.read_text().splitlines()]
-        assert len(told) == times and (told[0]["value"], told[0]["forecast"]) == (0.5, 0.6)
+        assert len(told) == times
+        assert (told[0]["value"], told[0]["forecast"], told[0]["ranks"]) == (0.5, 0.6, 2)

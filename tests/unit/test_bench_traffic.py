@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from stack.bench.traffic import Exchanged, Traffic
+from stack.patches import apply_patches
 from tests.ranks import run_ranks
 
 
@@ -15,6 +16,7 @@ def exchange_known_sizes() -> dict[str, Exchanged]:
     import deepspeed
     from deepspeed.sequence.layer import _dim_zero_all_to_all, register_all_to_all_group
 
+    apply_patches()  # without them it compiles for minutes
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     group: Any = dist.new_group([0, 1])
     register_all_to_all_group(group)
