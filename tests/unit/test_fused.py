@@ -60,7 +60,8 @@ def test_parts_are_exact_in_fp32_with_all_gradients(family: str, kernels: str) -
     assert len(names) == 1 and changed(plain) == set()
     assert changed(fused) == names | ({"Qwen3Attention", "Qwen3MLP"} if kernels == "compiled" else set())
     (logits, grads), (want, wanted) = outcome(fused), outcome(plain)
-    torch.testing.assert_close(logits, want, rtol=1e-6, atol=1e-6)
+    # Compiled sums and exponentials round as the CPU's vectors are wide: 1.1e-6 apart with AVX2, below 1e-6 with AVX512.
+    torch.testing.assert_close(logits, want, rtol=1e-6, atol=3e-6)
     for name, grad in wanted.items():
         torch.testing.assert_close(grads[name], grad, rtol=1e-5, atol=1e-7, msg=name)
 
