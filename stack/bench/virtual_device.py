@@ -1,7 +1,7 @@
 """A device that is not there: torch takes its tensors for those of an accelerator, so that device and host memory are told
 apart on a machine that has only the latter.
 
-It is torch's Python-only PrivateUse1 backend, of torch 2.13: a private interface, which `tests/unit/test_bench_virtual.py`
+It is torch's Python-only PrivateUse1 backend, of torch 2.13: a private interface, which `tests/parity/test_exact.py`
 holds to what is needed here. Tensors on it exist only inside FakeTensorMode: no kernel ever runs. It is registered for the
 whole process and cannot be taken back.
 """
