@@ -48,7 +48,15 @@ class ModelError(StackError):
 
 
 class DataError(StackError):
-    """A text or token file is missing, unreadable or holds too little."""
+    """A text or token file is missing, unreadable or holds too little. Its message is `printable`, as it names files."""
+
+    def __init__(self, message: str):
+        super().__init__(printable(message))
+
+
+def printable(text: str) -> str:
+    """Text that any stream takes: a file name may hold bytes that are not UTF-8, and JSON half a surrogate pair."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 class CheckpointError(StackError):

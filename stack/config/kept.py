@@ -13,8 +13,15 @@ from stack.config import derive
 from stack.config.model_checks import KEEPS_SCORES
 from stack.config.schema import RunConfig
 
-SLAB, ALIGN, PAGE = 16 << 20, 64, 4096
-"""Of a lean run's host memory, in bytes: a slab of it, the places of tensors in them, and what unbuffered files want."""
+SLAB = 16 << 20
+"""Bytes of a slab of a lean run's host memory, unless a layer keeps less. A power of two: torch rounds page-locked memory up
+to one."""
+
+ALIGN = 64
+"""Bytes between the starts of tensors in a layer's slabs are a multiple of it, which suits every type."""
+
+PAGE = 4096
+"""Bytes. Lengths, places in a spill file and addresses in memory are multiples of it, as unbuffered I/O wants."""
 
 
 class Sizes(Protocol):

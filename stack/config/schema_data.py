@@ -55,8 +55,9 @@ class DataConfig:
 
     source: SourceName = "stdlib"
     """`stdlib`: Python's own library files; `text`: files or folders of text, one document a file; `jsonl`: one
-    document a line (.jsonl or .ndjson, also .gz, .zst, .bz2); `parquet`: one document a row; `hf`: a Hugging Face dataset; `tokens`: ids that
-    another tool made (.bin with Megatron's .idx, or alone); `random`: ids drawn from `seed`, for benchmarks."""
+    document a line (.jsonl or .ndjson, also .gz, .zst, .bz2); `parquet`: one document a row; `hf`: a Hugging Face
+    dataset; `tokens`: ids that another tool made (.bin with Megatron's .idx, or alone); `random`: ids drawn from `seed`,
+    for benchmarks."""
 
     path: str | None = None
     """File, folder or shell pattern, relative to the folder the command was started in. Links are followed; what a folder

@@ -15,8 +15,8 @@ from stack.config.schema_data import DataConfig
 from stack.data import chunks
 from stack.data.shards import ShardWriter, UnitRecord
 from stack.data.sources import Document, Source, Tally, Unit
-from stack.data.sources.base import printable
 from stack.data.tokenizer import TextEncoder
+from stack.errors import printable
 
 BATCH_CHARS = 1 << 19
 """Text in one call of the tokenizer: about 0.15 M tokens, some 15 MB of memory while it works."""

@@ -15,9 +15,9 @@ from stack.config.schema_data import DataConfig
 from stack.data.encode import text_blocks
 from stack.data.prepare import mixture_parts
 from stack.data.sources import SOURCES, Document, Source, SourceRequest, Tally
-from stack.data.sources.base import all_documents, printable
+from stack.data.sources.base import all_documents
 from stack.data.tokenizer import TextEncoder, load_tokenizer, train_tokenizer
-from stack.errors import ConfigError, Fault
+from stack.errors import ConfigError, Fault, printable
 
 ROW_TOKENS = 8
 """Tokens in a row of the display; a line feed in the text ends a row before."""

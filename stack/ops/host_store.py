@@ -9,15 +9,10 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
+from stack.config.kept import ALIGN, PAGE, SLAB, up_to
 from stack.config.schema import MemoryConfig
 from stack.errors import MemoryShortage
-from stack.ops.spill_file import PAGE, Place, SpillFile, aligned_bytes
-
-SLAB = 16 << 20
-"""Bytes of a slab, unless a layer keeps less. A power of two: torch rounds page-locked memory up to one."""
-
-ALIGN = 64
-"""Bytes between the starts of tensors in a layer's slabs are a multiple of it, which suits every type."""
+from stack.ops.spill_file import Place, SpillFile, aligned_bytes
 
 FEW = 64
 """Slabs of one layer beyond which larger ones are made: a first layer may have been a small one."""
@@ -78,9 +73,7 @@ class HostStore:
         """Slabs for `num_bytes`, and when they may be overwritten."""
         if num_bytes > FEW * self.slab and self.slab < SLAB and not self._kept:
             self._free.clear()
-            self.slab = (
-                min(num_bytes, SLAB) if self.spill is None else -(-min(num_bytes, SLAB) // PAGE) * PAGE
-            )
+            self.slab = up_to(min(num_bytes, SLAB), 1 if self.spill is None else PAGE)
         slabs, ready, number = [], None, -(-num_bytes // self.slab)
         self._make_room(number * self.slab)
         for _ in range(number):
@@ -154,7 +147,7 @@ class Kept:
             return
         tensors = [tensor.contiguous() for tensor in tensors]
         self.forms = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        self.num_bytes = sum(-(-_num_bytes(*form) // ALIGN) * ALIGN for form in self.forms)
+        self.num_bytes = sum(up_to(_num_bytes(*form), ALIGN) for form in self.forms)
         self.place: Place | None = None
         self.moving: Future[None] | None = None
         """The way to the file, or from it."""
@@ -187,7 +180,7 @@ class Kept:
                 length = min(flat.numel() - at, size - offset)
                 yield flat[at : at + length], self.host[slab][offset : offset + length]
                 at += length
-            start += -(-flat.numel() // ALIGN) * ALIGN
+            start += up_to(flat.numel(), ALIGN)
 
     @property
     def in_memory(self) -> bool:

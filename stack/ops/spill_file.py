@@ -18,10 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from stack.config.kept import PAGE
 from stack.errors import MemoryShortage
-
-PAGE = 4096
-"""Bytes. Lengths, places in the file and addresses in memory are multiples of it, as unbuffered I/O wants."""
 
 
 @dataclass(frozen=True)

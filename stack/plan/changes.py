@@ -35,14 +35,19 @@ def changed(cfg: RunConfig, changes: Changes) -> RunConfig:
     return cfg
 
 
+def by_preset(group: str, section: Any) -> tuple[Any, bool]:
+    """The section as the preset of its name has it, or its defaults; and whether conf/ holds such a preset."""
+    there = (REPO_ROOT / "conf" / group / f"{section.name}.yaml").is_file()
+    return type(section)(**dict(preset(group, section.name)) if there else {}), there
+
+
 def _other_preset(group: str, before: Any, name: str) -> Any:
     """The section with another preset. One that was set by hand to what its preset has anyway cannot be told from it."""
-    there = (REPO_ROOT / "conf" / group / f"{before.name}.yaml").is_file()
-    by_preset = type(before)(**dict(preset(group, before.name))) if there else type(before)()
+    earlier, _ = by_preset(group, before)
     by_hand = {
         item.name: getattr(before, item.name)
         for item in fields(before)
-        if item.name != "name" and getattr(before, item.name) != getattr(by_preset, item.name)
+        if item.name != "name" and getattr(before, item.name) != getattr(earlier, item.name)
     }
     return type(before)(**dict(preset(group, name)) | by_hand)
 

@@ -14,10 +14,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from stack.config.derive import REPO_ROOT
 from stack.config.schema import SiteConfig
 from stack.errors import ConfigError, Fault
-from stack.plan.changes import preset
+from stack.plan.changes import by_preset
 from stack.plan.forecast import Constant
 
 GB, TB = 1e9, 1e12
@@ -107,8 +106,7 @@ def read_machine(site: SiteConfig, calibration: str | Path | None = None) -> Mac
 def _sources(site: SiteConfig) -> dict[str, str]:
     """By constant. What the command line or an experiment put over the site's file is not said to be from there."""
     name = f"conf/site/{site.name}.yaml"
-    there = (REPO_ROOT / name).is_file()
-    by_file = SiteConfig(**dict(preset("site", site.name))) if there else SiteConfig()
+    by_file, there = by_preset("site", site)
     assumed = f"assumed ({name if there else 'defaults of stack/config/schema_site.py'})"
     given = f"given (over {name})" if there else f"given (site={site.name})"
     return {key: assumed if getattr(site, key) == getattr(by_file, key) else given for key in UNITS}
@@ -145,19 +143,22 @@ def with_calibration(machine: Machine, path: str | Path) -> Machine:
 
 
 def _ranks(file: Path, number: int, given: Any) -> int:
-    if isinstance(given, float) and given >= 1 and given == int(given):
+    if isinstance(given, float) and math.isfinite(given) and given >= 1 and given == int(given):
         return int(given)
-    want = f"ranks of 1 or more (line {number}: {given!r})"
-    raise ConfigError([Fault("calibration", str(file), want, "remove the line")])
+    raise _damaged(file, number, "ranks of 1 or more", repr(given))
 
 
 def _value(file: Path, number: int, name: str, value: Any) -> float:
     if isinstance(value, float) and math.isfinite(value) and (value > 0 or (value == 0 and name in MAY_BE_0)):
         return value
-    want = (
-        f"a number {'of 0 or more' if name in MAY_BE_0 else 'above 0'} for {name} (line {number}: {value!r})"
+    least = "of 0 or more" if name in MAY_BE_0 else "above 0"
+    raise _damaged(file, number, f"a number {least} for {name}", repr(value))
+
+
+def _damaged(file: Path, number: int, want: str, found: str) -> ConfigError:
+    return ConfigError(
+        [Fault("calibration", str(file), f"{want} (line {number}: {found})", "remove the line")]
     )
-    raise ConfigError([Fault("calibration", str(file), want, "remove the line")])
 
 
 def _judge_device(site: SiteConfig, file: Path, number: int, device: str) -> None:
@@ -189,5 +190,4 @@ def _record(file: Path, number: int, text: str) -> dict[str, Any]:
         reason = "not an object"
     if isinstance(record, dict):
         return record
-    want = f"a JSON object a line (line {number}: {reason})"
-    raise ConfigError([Fault("calibration", str(file), want, "remove the line")])
+    raise _damaged(file, number, "a JSON object a line", reason)

@@ -102,9 +102,8 @@ def _work(settings: Settings, flops: Flops) -> Work:
     """What kernels run: attention's backward takes 2.5 forwards, as it computes the scores again."""
     again = settings.cfg.memory.checkpointing == "full" and not settings.lean
     attention = flops.attention * (4.5 / 4 if again else 3.5 / 3)
-    if (
-        settings.lean and settings.work.attention not in KEEPS_SCORES
-    ):  # it runs forward again for its log-sum-exp
+    # Others run forward again for their log-sum-exp.
+    if settings.lean and settings.work.attention not in KEEPS_SCORES:
         attention += flops.attention / 3
     return Work(attention / settings.world, (flops.hardware - flops.attention) / settings.world)
 

@@ -1,9 +1,9 @@
 """Sources of documents, one a file.
 
-To add one: write `sources/NAME.py` with a class that follows `base.Source` and takes a `base.SourceRequest` (`files.FileSource` is the
-base of those that read files); it cuts
-itself into units that a process can read by itself, and picklable is all that a worker asks of it. Add it to SOURCES
-below, its name to `SourceName` in the schema, and a `conf/data/NAME.yaml`.
+To add one: write `sources/NAME.py` with a class that follows `base.Source` and takes a `base.SourceRequest`
+(`files.FileSource` is the base of those that read files, `records.RecordFiles` of those that hold records); it cuts itself
+into units that a process can read by itself, and picklable is all that a worker asks of it. Add it to SOURCES below, its
+name to `SourceName` in the schema, and a `conf/data/NAME.yaml`.
 `tests/contract/test_data_contract.py` runs over every entry of SOURCES: give it one line there that says how
 to make a small example.
 """

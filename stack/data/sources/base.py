@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from stack.config.schema_data import DataConfig
-from stack.errors import DataError
+from stack.errors import DataError, printable
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Tally:
         `data.bad_text=skip`."""
         if self.policy == "stop":
             fix = "mend the file, or set data.bad_text=skip to leave out and count such documents"
-            raise DataError(printable(f"{where}: {detail}. Fix: {fix}"))
+            raise DataError(f"{where}: {detail}. Fix: {fix}")
         self.drop(reason, where, num_bytes, count)
 
 
@@ -143,11 +143,6 @@ class Source(Protocol):
         """Raise DataError if a file of the unit, or any file, is no longer the one that `identity` names. Asked behind each
         reading, so that nothing made of a file that changed meanwhile is kept."""
         ...
-
-
-def printable(text: str) -> str:
-    """Text that any stream takes: a file name may hold bytes that are not UTF-8, and JSON half a surrogate pair."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 def group_items(sizes: Sequence[int], size: int, first: int = 0) -> Iterator[Unit]:

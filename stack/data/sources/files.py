@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from stat import S_ISREG
 
-from stack.data.sources.base import Dropped, Tally, Unit, printable
+from stack.data.sources.base import Dropped, Tally, Unit
 from stack.errors import ConfigError, DataError, Fault
 
 STORE_LOCK = re.compile(r"[a-z]+-[0-9a-f]{16}\.lock")
@@ -113,10 +113,8 @@ def check_unchanged(files: Iterable[SourceFile]) -> None:
             now, same = error.strerror or str(error), False
         if not same:
             raise DataError(
-                printable(
-                    f"{file.path}: changed while it was read ({now}). Fix: start again when the files are at rest; nothing made "
-                    "of the changed file was kept"
-                )
+                f"{file.path}: changed while it was read ({now}). Fix: start again when the files are at rest; nothing made of "
+                "the changed file was kept"
             )
 
 
@@ -208,9 +206,7 @@ def _is_wanted(name: str, hidden: bool, parent: str, found: FoundFiles) -> bool:
 
 def _refuse(error: OSError) -> None:
     fix = "mend its permissions, or leave it out with a pattern"
-    raise DataError(
-        printable(f"{error.filename}: the folder cannot be read ({error.strerror}). Fix: {fix}")
-    ) from error
+    raise DataError(f"{error.filename}: the folder cannot be read ({error.strerror}). Fix: {fix}") from error
 
 
 def _is_store(folder: Path) -> bool:

@@ -14,10 +14,9 @@ from typing import Any
 
 from stack.config.schema_data import DataConfig
 from stack.data.sources.base import Source
-from stack.data.sources.files import FoundFiles, find_files, identify_files
+from stack.data.sources.files import FoundFiles, find_files
 from stack.data.sources.jsonl import NAMES, JsonLinesFiles
 from stack.data.sources.parquet import ParquetFiles
-from stack.data.sources.records import RecordReader
 from stack.errors import DataError
 
 FIRST_LINE_BYTES = 1 << 20
@@ -37,34 +36,12 @@ def open_folder(folder: Path, data: DataConfig) -> Source | None:
     files = [Path(name) for name in names]
     if not all(file.is_file() for file in files):  # an address, or a file in an archive
         return None
-    reader = RecordReader(data)
+    choice = [[data.subset, data.split]]
     if all(file.name.lower().endswith(".parquet") for file in files):
-        return ParquetFolder(reader, _found(folder, files, splits), data)
+        return ParquetFiles(data, "hf parquet", _found(folder, files, splits), choice)
     if getattr(config, "field", None) is None and all(_is_lines(file) for file in files):
-        return JsonLinesFolder(reader, _found(folder, files, splits), data)
+        return JsonLinesFiles(data, "hf jsonl", _found(folder, files, splits), choice)
     return None
-
-
-class ParquetFolder(ParquetFiles):
-    """A split of a folder of Parquet files."""
-
-    def __init__(self, reader: RecordReader, found: FoundFiles, data: DataConfig):
-        super().__init__(reader, found)
-        self.choice = [data.subset, data.split]
-
-    def identity(self) -> object:
-        return ["hf parquet", self.reader.identity, self.choice, identify_files(self.files)]
-
-
-class JsonLinesFolder(JsonLinesFiles):
-    """A split of a folder of JSON Lines."""
-
-    def __init__(self, reader: RecordReader, found: FoundFiles, data: DataConfig):
-        super().__init__(reader, found)
-        self.choice = [data.subset, data.split]
-
-    def identity(self) -> object:
-        return ["hf jsonl", self.reader.identity, self.choice, identify_files(self.files)]
 
 
 def explain(error: Exception) -> str:

@@ -20,8 +20,8 @@ from typing import IO, Any
 import zstandard
 
 from stack.data.sources.base import Document, SourceRequest, Tally, Unit, group_files
-from stack.data.sources.files import FileSource, FoundFiles, find_files, identify_files
-from stack.data.sources.records import RecordReader
+from stack.data.sources.files import find_files
+from stack.data.sources.records import RecordFiles
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 COMPRESSED = (".gz", ".zst", ".bz2")
@@ -31,14 +31,8 @@ NAMES = tuple(f"{name}{packed}" for name in (".jsonl", ".ndjson") for packed in 
 BLOCK_BYTES = 1 << 20
 
 
-class JsonLinesFiles(FileSource):
+class JsonLinesFiles(RecordFiles):
     """One document a line; the base of the sources of such files."""
-
-    num_ids = None
-
-    def __init__(self, reader: RecordReader, found: FoundFiles):
-        super().__init__(found)
-        self.reader = reader
 
     def units(self, size: int, cut: re.Pattern[str] | None, tally: Tally) -> list[Unit]:
         self.found.report(tally)
@@ -84,10 +78,7 @@ class JsonLinesSource(JsonLinesFiles):
     """`data.source=jsonl data.path=... data.text_field=text`"""
 
     def __init__(self, request: SourceRequest):
-        super().__init__(RecordReader(request.data), find_files(request.data.path, "JSON Lines", NAMES))
-
-    def identity(self) -> object:
-        return ["jsonl", self.reader.identity, identify_files(self.files)]
+        super().__init__(request.data, "jsonl", find_files(request.data.path, "JSON Lines", NAMES))
 
 
 def _parse(line: bytes, where: str, tally: Tally) -> object | None:

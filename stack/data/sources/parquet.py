@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stack.data.sources.base import Document, SourceRequest, Tally, Unit, group_items
-from stack.data.sources.files import FileSource, FoundFiles, find_files, identify_files
-from stack.data.sources.records import RecordReader
+from stack.data.sources.files import find_files
+from stack.data.sources.records import RecordFiles
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -23,14 +23,8 @@ if TYPE_CHECKING:
 BATCH_ROWS = 256
 
 
-class ParquetFiles(FileSource):
+class ParquetFiles(RecordFiles):
     """One document a row; the base of the sources of such files."""
-
-    num_ids = None
-
-    def __init__(self, reader: RecordReader, found: FoundFiles):
-        super().__init__(found)
-        self.reader = reader
 
     def units(self, size: int, cut: re.Pattern[str] | None, tally: Tally) -> list[Unit]:
         import pyarrow as pa  # 50 MB of memory that only this source needs
@@ -104,10 +98,7 @@ class ParquetSource(ParquetFiles):
     """`data.source=parquet data.path=... data.text_field=text`"""
 
     def __init__(self, request: SourceRequest):
-        super().__init__(RecordReader(request.data), find_files(request.data.path, "Parquet", (".parquet",)))
-
-    def identity(self) -> object:
-        return ["parquet", self.reader.identity, identify_files(self.files)]
+        super().__init__(request.data, "parquet", find_files(request.data.path, "Parquet", (".parquet",)))
 
 
 def _map(path: Path) -> pa.MemoryMappedFile:

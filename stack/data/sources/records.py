@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from stack.config.schema_data import DataConfig
 from stack.data.sources.base import Document, Tally
+from stack.data.sources.files import FileSource, FoundFiles, identify_files
 
 
 class RecordReader:
@@ -61,3 +62,17 @@ class RecordReader:
 
 def _one_block(text: str) -> Iterator[str]:
     yield text
+
+
+class RecordFiles(FileSource):
+    """Files of records; the base of the sources of one format."""
+
+    num_ids = None
+
+    def __init__(self, data: DataConfig, kind: str, found: FoundFiles, choice: Sequence[object] = ()):
+        """kind, choice: of the identity; what the files were chosen by, where that says more than they do."""
+        super().__init__(found)
+        self.reader, self.kind, self.choice = RecordReader(data), kind, list(choice)
+
+    def identity(self) -> object:
+        return [self.kind, self.reader.identity, *self.choice, identify_files(self.files)]

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from stack.data.chunks import UNCUTTABLE, Stretches
-from stack.data.sources.base import Document, SourceRequest, Tally, Unit, group_files, printable
+from stack.data.sources.base import Document, SourceRequest, Tally, Unit, group_files
 from stack.data.sources.files import FileSource, SourceFile, find_files, identify_files
 from stack.errors import DataError
 
@@ -117,10 +117,10 @@ def _read_again(path: Path, begin: int = 0, end: int | None = None) -> Iterator[
         yield from (block for _, block in _decode_blocks(path, begin, end))
     except _NotUtf8 as bad:
         detail = f"changed while it was read (byte {bad.offset}). Fix: start again when it is at rest"
-        raise DataError(printable(f"{path}: {detail}")) from bad
+        raise DataError(f"{path}: {detail}") from bad
     except OSError as error:  # a part of it may be in the shard already
         detail = f"could be read once, and not again ({error.strerror}). Fix: start again when it is at rest"
-        raise DataError(printable(f"{path}: {detail}")) from error
+        raise DataError(f"{path}: {detail}") from error
 
 
 def _decode_blocks(path: Path, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, str]]:
