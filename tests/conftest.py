@@ -7,6 +7,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import pytest
+
 # Before torch, deepspeed or transformers is imported, since they read these once.
 _HOME = Path(tempfile.mkdtemp(prefix="long-sequence-tests-"))
 _OWN_FOLDERS = {
@@ -37,6 +39,17 @@ if "LONG_SEQUENCE_GPU_TESTS" not in os.environ:  # set by `make gpu-test`
     os.environ["DS_ACCELERATOR"] = "cpu"
 for _key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(_key, None)
+
+
+WHOLE_RUNS = ("e2e", "slurm", "golden")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Two shares of about the same length, for `--dist loadgroup` (`make test`): whole runs, which wait for much and have
+    one Slurm, and all else."""
+    for item in items:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        item.add_marker(pytest.mark.xdist_group("whole runs" if folder in WHOLE_RUNS else "the rest"))
 
 
 def pytest_unconfigure() -> None:

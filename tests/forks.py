@@ -44,7 +44,7 @@ class ForkedJob:
     def output(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def wait_for(self, text: str, timeout_s: float = 60) -> None:
+    def wait_for(self, text: str, timeout_s: float = 180) -> None:
         """Waits until the output holds `text`."""
         limit = time.monotonic() + timeout_s
         while text not in self.output:
@@ -79,7 +79,7 @@ class Nursery:
         pids = self._ask(arguments=list(arguments), cwd=str(cwd), script=script, env=env, log=str(log))
         return ForkedJob(pids[0], pids[1:], log)
 
-    def wait(self, job: ForkedJob, timeout_s: float = 60) -> list[int]:
+    def wait(self, job: ForkedJob, timeout_s: float = 180) -> list[int]:
         """Exit codes of the launcher and the ranks, negative for a signal. Raises TimeoutError with the output."""
         limit = time.monotonic() + timeout_s
         while (codes := self._ask(wait=[job.launcher, *job.ranks])) is None:

@@ -72,7 +72,7 @@ class Started:
     def output(self) -> str:
         return Path(self.log.name).read_text(errors="replace")
 
-    def wait_for(self, text: str, timeout_s: float = 60) -> str:
+    def wait_for(self, text: str, timeout_s: float = 180) -> str:
         """Waits until the output holds `text`; returns the output."""
         limit = time.monotonic() + timeout_s
         while text not in self.output:
@@ -81,7 +81,7 @@ class Started:
             time.sleep(0.05)
         return self.output
 
-    def wait(self, timeout_s: float = 60) -> Ended:
+    def wait(self, timeout_s: float = 180) -> Ended:
         """Waits for the end; raises TimeoutError with the output at the limit."""
         limit = time.monotonic() + timeout_s
         while any(process.poll() is None for process in self.processes):
@@ -111,7 +111,7 @@ def start(launcher: str, arguments: Sequence[str], cwd: Path | None = None, **en
 
 
 def launch(
-    launcher: str, arguments: Sequence[str], cwd: Path | None = None, timeout_s: float = 60, **env: str
+    launcher: str, arguments: Sequence[str], cwd: Path | None = None, timeout_s: float = 180, **env: str
 ) -> Ended:
     """Starts and waits."""
     with start(launcher, arguments, cwd, **env) as started:

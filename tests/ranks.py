@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+START_LIMIT_S = 580.0  # just less than a test's own limit, so that the stacks of the ranks are seen
 GRACE_S = 10.0  # how long the peers of a failed rank may take to fail as well before they are ended
 MAX_STARTS = 4  # broken starts before the remaining cases are given up: bounds the time of a hopeless table
 LOG_LINES = 40
@@ -66,7 +67,7 @@ def run_ranks(
     function: Callable[..., Any],
     world: int,
     *args: Any,
-    timeout_s: float = 120,
+    timeout_s: float = START_LIMIT_S,
     device: str = "cpu",
     init: bool = True,
     env: Mapping[str, str] | None = None,
@@ -81,7 +82,7 @@ def run_cases(
     world: int,
     cases: Mapping[str, Case],
     *,
-    timeout_s: float = 240,
+    timeout_s: float = START_LIMIT_S,
     device: str = "cpu",
     init: bool = True,
     env: Mapping[str, str] | None = None,

@@ -13,7 +13,7 @@ from tests.launchers import Started
 SMALL = ("model=micro", "engine.precision=fp32", "memory.loss_tile=16", "memory.mlp_tile=16")
 
 
-def bench(cwd: Path, *arguments: str, timeout_s: float = 240) -> tuple[int, str]:
+def bench(cwd: Path, *arguments: str, timeout_s: float = 500) -> tuple[int, str]:
     script = Path(__file__).resolve().parents[2] / "launch/bench.py"
     with Started([((sys.executable, str(script), *arguments), {})], cwd) as started:
         ended = started.wait(timeout_s)

@@ -37,9 +37,6 @@ def excess(gap: Gap, optimizer: str) -> list[str]:
     return found
 
 
-pytestmark = pytest.mark.timeout(580)  # the first test waits for all runs: 40 s on two free cores
-
-
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Outcome]:
     """All runs, on one start of one rank and one of two."""
@@ -49,7 +46,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
             f"{name} | {optimizer}": (name, optimizer) for name, optimizer in RUNS if CASES[name][0] == world
         }
         cases = {key: Case(train, (*run, folder)) for key, run in runs.items()}
-        done = run_cases(world, cases, timeout_s=280, init=False)
+        done = run_cases(world, cases, init=False)
         found |= {runs[key]: outcome for key, outcome in done.items()}
     return found
 

@@ -54,7 +54,7 @@ def outcomes(folders, place, small_disk):
     cases["stall"] = Case(measure, (str(place / "stall"), 1, 64, 1))
     if small_disk is not None:
         cases["disks"] = Case(bad_disks, (model, str(small_disk / "checkpoints")))
-    return run_cases(2, cases, timeout_s=280, init=False)
+    return run_cases(2, cases, init=False)
 
 
 def same(a: Any, b: Any) -> bool:

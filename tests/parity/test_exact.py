@@ -57,14 +57,14 @@ BUFFERS = 128
 @pytest.fixture(scope="module")
 def real() -> dict[str, StepCount]:
     cases = {name: Case(counted_for_real, (given,)) for name, given in GIVEN.items()}
-    outcomes = run_cases(2, cases, timeout_s=480)
+    outcomes = run_cases(2, cases)
     return {name: outcome.get()[0] for name, outcome in outcomes.items()}
 
 
 @pytest.fixture(scope="module")
 def alone() -> tuple[dict[str, StepCount], dict[str, StepCount]]:
     """As on CPU ranks, and on the virtual device."""
-    first, second = run_ranks(counted_alone, 2, GIVEN, 2, timeout_s=480, init=False)
+    first, second = run_ranks(counted_alone, 2, GIVEN, 2, init=False)
     return first, second
 
 

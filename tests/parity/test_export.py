@@ -77,7 +77,7 @@ def outcomes(folders, exported) -> dict[str, list[tuple[Seen, dict[str, torch.Te
         where, dtype = str(exported[run.name]), DTYPES[run.precision]
         args = (run.config(folders[run.tied]), make_steps("packed")[:3], where, rows, dtype)
         cases[run.name] = Case(logits_side.train_and_export, args)
-    return {name: each.get() for name, each in run_cases(2, cases, timeout_s=280, init=False).items()}
+    return {name: each.get() for name, each in run_cases(2, cases, init=False).items()}
 
 
 @each_run

@@ -33,7 +33,7 @@ def first_step(folder: str, stage: int, precision: str) -> tuple[dict[str, torch
 @pytest.fixture(scope="module")
 def outcomes(folders):
     cases = {f"{case}": Case(first_step, (folders[False], *case)) for case in CASES}
-    return run_cases(1, cases, timeout_s=240, init=False)
+    return run_cases(1, cases, init=False)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"zero{case[0]} {case[1]}")

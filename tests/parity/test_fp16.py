@@ -17,7 +17,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def runs(folders):
     cfgs = {case.name: scaling_side.config(case, folders[False]) for case in CASES}
-    return run_ranks(scaling_side.run, 2, cfgs, timeout_s=280, init=False)[0]
+    return run_ranks(scaling_side.run, 2, cfgs, init=False)[0]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -36,7 +36,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kept]:
         "file": replace(host, spill_folder=disk, host_gib=6 * PAGE / 2**30),
         "fused": replace(host, fused_kernels="torch"),
     }
-    return run_ranks(run_all, 2, folder, memories, "fp32", timeout_s=240, init=False)[0]
+    return run_ranks(run_all, 2, folder, memories, "fp32", init=False)[0]
 
 
 @pytest.mark.parametrize("where", ["host", "file"])

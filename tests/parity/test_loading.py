@@ -97,7 +97,7 @@ def test_no_rank_holds_the_whole_model(folders, large):
     size = sum(file.stat().st_size for file in Path(large).glob("*.safetensors"))
     # Without it glibc keeps freed tensors for later use, up to 80 MiB here, and they would count as held.
     env = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
-    values = run_ranks(build_only, WORLD, folders[False], large, timeout_s=200, init=False, env=env)
+    values = run_ranks(build_only, WORLD, folders[False], large, init=False, env=env)
     for grown, _ in values:
         print(
             f"model {size / 2**20:.0f} MiB, shard {size / WORLD / 2**20:.0f} MiB, peak growth {grown / 2**20:.0f} MiB"
@@ -108,7 +108,7 @@ def test_no_rank_holds_the_whole_model(folders, large):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_loaded_weights_are_those_of_the_file(folders, stage):
     want = load_file(Path(folders[False]) / "model.safetensors")
-    got = run_ranks(load_and_gather, WORLD, folders[False], stage, timeout_s=200, init=False)[0]
+    got = run_ranks(load_and_gather, WORLD, folders[False], stage, init=False)[0]
     assert got.keys() == want.keys()
     assert all(torch.equal(got[name], want[name]) for name in want)
 
@@ -138,7 +138,7 @@ def test_drawn_weights_are_the_same_for_every_stage_and_split():
             draw_and_gather, (replace(cfg, model=model), dtypes[precision])
         )
     seed = RunConfig().seed
-    for name, outcome in run_cases(WORLD, cases, timeout_s=200, init=False).items():
+    for name, outcome in run_cases(WORLD, cases, init=False).items():
         want = dict(build_model(model, 15, dtypes[name.split()[-1]], seed).model.named_parameters())
         got = outcome.get()[0]
         assert got.keys() == want.keys()

@@ -149,7 +149,7 @@ def outcomes(folders, tmp_path_factory):
             cfg = config_of(ParityCase(name[:3], stage, 1, levers, False, ""), folders[False])
             args = (replace(cfg, data=chat_data), str(store), LRS)
             cases[f"chats {name}"] = Case(train_on_chats, args)
-        found |= run_cases(world, cases, timeout_s=280, init=False)
+        found |= run_cases(world, cases, init=False)
     return found
 
 

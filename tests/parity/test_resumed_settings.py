@@ -43,7 +43,7 @@ def outcomes(folders, tmp_path_factory):
         for stage in STAGES
         for decay in (0.1, 2.0)
     }
-    return run_cases(1, cases, timeout_s=240, init=False)
+    return run_cases(1, cases, init=False)
 
 
 @pytest.mark.parametrize("stage", STAGES)

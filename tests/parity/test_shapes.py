@@ -129,9 +129,7 @@ def test_query_heads_that_straddle_key_value_heads(tmp_path, layer):
     cfg = replace(
         cfg, parallel=replace(cfg.parallel, sp=3), memory=levers(4) if layer == "all" else lean(4, 1)
     )
-    got = run_ranks(
-        steps_side.run_steps, 3, cfg, make_steps("packed")[:2], [0.1] * 2, timeout_s=120, init=False
-    )
+    got = run_ranks(steps_side.run_steps, 3, cfg, make_steps("packed")[:2], [0.1] * 2, init=False)
     want = reference.train(reference.load(str(tmp_path)), make_steps("packed")[:2], [0.1] * 2)
     assert [step.loss for step in got[0][1:]] == pytest.approx(want.losses, rel=1e-6)
     assert [step.result.grad_norm for step in got[0][1:]] == pytest.approx(want.norms, rel=1e-5)

@@ -45,7 +45,7 @@ def steps(folders):
         cfg = config_of(case(3, levers), folders[False])
         frozen = replace(cfg, model=replace(cfg.model, freeze=["*norm*", "*embed*"]))
         runs[f"frozen {levers}"] = (frozen, text[:3], [0.1, 0.1, 1024.0])
-    return run_ranks(steps_side.many, 2, runs, timeout_s=500, init=False)[0]
+    return run_ranks(steps_side.many, 2, runs, init=False)[0]
 
 
 def moved(before, after) -> float:
@@ -129,7 +129,7 @@ def test_a_layer_applied_twice(folders):
         for stage, levers in ((0, "all"), (2, "all"), (3, "offload"), (3, "all"))
         for layout in ("sp2", "dp2")
     }
-    for name, outcome in run_cases(2, cases, timeout_s=200, init=False).items():
+    for name, outcome in run_cases(2, cases, init=False).items():
         if name.startswith("3") and name.endswith("all"):
             with pytest.raises(ModelError, match=r"memory\.tiled_mlp=false"):
                 outcome.get()
@@ -147,7 +147,7 @@ def test_evaluation_is_the_same_at_any_split_and_leaves_training_alone(folders, 
     ]
     cfg = config_of(case(3, "all", "sp2" if sp == 2 else "dp2"), folders[False])
     text = make_steps("packed")[:3]
-    found = run_ranks(steps_side.with_evaluation, 2, cfg, text, 0.1, held_out, timeout_s=200, init=False)[0]
+    found = run_ranks(steps_side.with_evaluation, 2, cfg, text, 0.1, held_out, init=False)[0]
     (losses, weights, _), (same, also, evals) = found["without"], found["with"]
     assert losses == same
     assert all(torch.equal(weights[name], also[name]) for name in weights)

@@ -222,7 +222,7 @@ def falls_apart(name: str) -> bool:
 
 @pytest.fixture(scope="module")
 def on_gpus() -> tuple[dict[str, StepCount], dict[str, float], set[str]]:
-    first, second = run_ranks(counted_as_on_gpus, 2, timeout_s=280, init=False)
+    first, second = run_ranks(counted_as_on_gpus, 2, init=False)
     return first[0] | second[0], first[1] | second[1], first[2]
 
 

@@ -34,7 +34,7 @@ def probed() -> list[Found]:
 
 
 def test_constants_of_two_ranks_are_known_to_the_forecast(tmp_path: Path) -> None:
-    ranks = run_ranks(probed, 2, timeout_s=120)
+    ranks = run_ranks(probed, 2)
     found = {one.constant: one for one in ranks[0]}
     assert found.keys() == ON_CPU <= UNITS.keys()
     assert all(one.value > 0 and one.unit == UNITS[name] for name, one in found.items())

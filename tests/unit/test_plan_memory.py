@@ -111,7 +111,7 @@ Events = list[tuple[str, list[int]]]
 @pytest.fixture(scope="module")
 def live() -> dict[str, tuple[StepCount, Events]]:
     cases = {name: [*SMALL, *case] for name, case in LIVE.items()}
-    return run_ranks(counted_like_a_gpu, 1, cases, 2, timeout_s=480, init=False)[0]
+    return run_ranks(counted_like_a_gpu, 1, cases, 2, init=False)[0]
 
 
 def counted_like_a_gpu(cases: dict[str, list[str]], world: int) -> dict[str, tuple[StepCount, Events]]:
