@@ -77,6 +77,12 @@ def row_slices(whole: Tensor, sp: int) -> Tensor:
     return whole.transpose(1, 2).reshape(rows, sp, seq // sp, heads, dim).transpose(0, 1).contiguous()
 
 
+def joined_heads(received: Tensor) -> Tensor:
+    """[sp (sender), rows, seq_local, heads_local, dim] -> [rows, seq_local, heads * dim], a copy where heads lie apart."""
+    _, rows, seq_local, *_ = received.shape
+    return received.permute(1, 2, 0, 3, 4).reshape(rows, seq_local, -1)
+
+
 def put_heads(buffer: Tensor, part: slice, first: int, heads: Tensor, index: list[int] | None = None) -> None:
     """Write a tile of all heads into the send buffer, each head where its rank finds it.
 

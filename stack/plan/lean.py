@@ -181,16 +181,16 @@ def backward_of(layer: Layer, block: Block, kept: Kept, following: Kept | None, 
     fetch(layer, kept)
     hidden, mixed, scores = kept.here
     kept.here = []
-    to_hidden = op.new(work.hidden, _HIDDEN)
+    single = len(tiles(work.tokens, layer.tile)) == 1
+    to_hidden = None if single else op.new(work.hidden, _HIDDEN)
     pair: T = op.new(2 * work.query, _ATTENTION)
-    _second_halves(layer, block, hidden, mixed, grad, sums)
     del mixed
+    to_hidden = _second_halves(layer, block, hidden, grad, sums, to_hidden)
     op.ledger.operation = "attention output and its gradient exchanged"
     if work.sp > 1:
         received = op.new(2 * work.query, _ATTENTION)
         pair = received
         del received
-    single = len(tiles(work.tokens, layer.tile)) == 1
     capture = Capture(sums.params) if single else None
     if capture is None:
         with op.no_grad():
@@ -211,19 +211,23 @@ def backward_of(layer: Layer, block: Block, kept: Kept, following: Kept | None, 
     return [to_hidden, *sums.totals()]
 
 
-def _second_halves(layer: Layer, block: Block, hidden: T, mixed: T, grad: T, sums: Sums) -> None:
+def _second_halves(
+    layer: Layer, block: Block, hidden: T, grad: T, sums: Sums, to_hidden: T | None
+) -> T | None:
+    """to_hidden: where several tiles write the gradient of the block's input; that of a single tile is returned."""
     op, work = layer.op, layer.work
     found: list[T | None] = []
     for part in tiles(work.tokens, layer.tile):
         capture = Capture(sums.params)
+        own = op.new(part * work.query // work.tokens, _ATTENTION)
         with op.capturing(capture):
             one = capture.input(T(hidden.store, part * hidden.size // work.tokens))
-            other = capture.input(T(mixed.store, part * mixed.size // work.tokens))
+            other = capture.input(own)
             output = second_half(layer, block, one, other)
         backward([(output, T(grad.store, one.size))])
         found = sums.add(capture)
-        del output, one, other, capture
-    found.clear()
+        del output, one, other, own, capture
+    return found[0] if to_hidden is None else to_hidden
 
 
 def _first_halves(
