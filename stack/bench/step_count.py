@@ -140,7 +140,8 @@ def count_steps(cfg: RunConfig, topology: Topology, fake: bool = False) -> StepC
             built.model, built.spec, cfg.memory, cfg.model.attention, cfg.engine.stage, topology
         )
         engine = build_engine(built.model, cfg.optim, topology, ds_config)
-        if topology.device.type == VIRTUAL and cfg.optim.name == "adamw":  # torch would refuse it when asked for
+        # torch refuses it for this device where it is asked for.
+        if topology.device.type == VIRTUAL and cfg.optim.name == "adamw":
             for group in engine._engine.optimizer.param_groups:
                 group["fused"] = True
         init = live.phases.pop("init")
