@@ -43,7 +43,7 @@ train: $(STAMP)
 	$(LAUNCH) launch/train.py +exp=quickstart $(DEGREE) $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

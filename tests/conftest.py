@@ -6,8 +6,10 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 # Before torch, deepspeed or transformers is imported, since they read these once.
 _HOME = Path(tempfile.mkdtemp(prefix="long-sequence-tests-"))
@@ -41,15 +43,20 @@ for _key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
     os.environ.pop(_key, None)
 
 
-WHOLE_RUNS = ("e2e", "slurm", "golden")
+WHOLE_RUNS = ("tests/e2e/", "tests/slurm/", "tests/golden/")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two shares of about the same length, for `--dist loadgroup` (`make test`): whole runs, which wait for much and have
-    one Slurm, and all else."""
-    for item in items:
-        folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        item.add_marker(pytest.mark.xdist_group("whole runs" if folder in WHOLE_RUNS else "the rest"))
+class TwoShares(LoadScopeScheduling):
+    """Two shares of about the same length, each in one process in its order: whole runs, which wait for much and have one
+    Slurm, and all else."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "whole runs" if nodeid.startswith(WHOLE_RUNS) else "all else"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TwoShares:
+    return TwoShares(config, log)
 
 
 def pytest_unconfigure() -> None:
