@@ -1,5 +1,5 @@
 # make train      set up, prepare text, run the quickstart: on all GPUs, or on two CPU ranks where there is none
-# make test       set up, run all tests (CPU, no network), in two processes
+# make test       set up, run all tests (CPU, no network); ARGS=-n2 in two processes, for four cores and more
 # make check      set up, ruff and pyright
 # make gpu-test   set up, run the tests that need a GPU
 # make setup      only set up: virtual environment in .venv
@@ -43,7 +43,7 @@ train: $(STAMP)
 	$(LAUNCH) launch/train.py +exp=quickstart $(DEGREE) $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses 2 $(ARGS)
+	$(BIN)/python -m pytest $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
