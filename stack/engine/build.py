@@ -61,6 +61,4 @@ def make_optimizer(model: nn.Module, optim: OptimConfig, ds_config: dict[str, An
     on_host = ds_config["zero_optimization"].get("offload_optimizer", {}).get("device", "none") != "none"
     if on_host and ds_config.get("zero_force_ds_cpu_optimizer", True):
         return deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
-    # One pass over a shard and no copy of it; on a CPU 6 ms in place of 42 for 2.6 M parameters.
-    fused = {param.device.type for param in model.parameters()} <= {"cuda", "cpu"}
-    return torch.optim.AdamW(groups, fused=fused, **settings)
+    return torch.optim.AdamW(groups, fused=torch.cuda.is_available() and not on_host, **settings)
