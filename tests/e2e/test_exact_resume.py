@@ -69,14 +69,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def outcomes(folder: str) -> dict[str, list[dict[str, Any]]]:
     cases = CASES | {WHOLE: SAVED}
-    return run_ranks(exact_side.straight_and_resumed, 2, folder, cases, timeout_s=600, init=False)[0]
+    return run_ranks(exact_side.straight_and_resumed, 2, folder, cases, init=False)[0]
 
 
 @pytest.fixture(scope="module")
 def elsewhere(folder: str, outcomes: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
     cases = {name: [*COMMON, *words] for name, words in ELSEWHERE.items()}
     args = (folder, len(CASES), cases)
-    return run_ranks(exact_side.resumed_elsewhere, 4, *args, timeout_s=600, init=False)[0]
+    return run_ranks(exact_side.resumed_elsewhere, 4, *args, init=False)[0]
 
 
 @pytest.mark.parametrize("name", CASES)

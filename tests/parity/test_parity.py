@@ -30,7 +30,7 @@ def outcomes(folders) -> dict[int, list[dict]]:
 def outcome_of(case: ParityCase, outcomes: dict[int, list[dict]], folders: dict[bool, str]) -> Curve:
     if case.world not in outcomes:
         cases = [other for other in TABLE if other.world == case.world]
-        outcomes[case.world] = run_ranks(run_table, case.world, cases, folders, timeout_s=600, init=False)
+        outcomes[case.world] = run_ranks(run_table, case.world, cases, folders, init=False)
     on_main = outcomes[case.world][0][case.name]
     if isinstance(on_main, str):
         pytest.fail(on_main)

@@ -85,7 +85,7 @@ def runs(folders, families):
     for stage in (1, 2, 3):
         cfg = config_of(ParityCase("sp2", stage, 1, "all", False, "packed"), folders[False], precision="bf16")
         table[f"bf16 {stage}"] = (cfg, make_steps("packed")[:5], [0.1] * 5)
-    return run_ranks(steps_side.many, 2, table, timeout_s=590, init=False)[0]
+    return run_ranks(steps_side.many, 2, table, init=False)[0]
 
 
 @pytest.mark.parametrize("stage", [2, 3])
