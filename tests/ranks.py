@@ -6,7 +6,8 @@
 
 The function must be importable (defined at the top level of a module below `tests` or `stack`). It runs with the rank
 variables set and, unless `init=False`, with the default process group up. A case that fails ends its rank processes; the
-cases behind it run on fresh ones. Starting ranks costs about 5 s on a small machine, so tests share one start where they can.
+cases behind it run on fresh ones. CPU ranks are forks of a process that has only imported (`fork_ranks.py`); those with an
+environment or a device of their own are new interpreters, 5 to 10 s each on a small machine.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from tests.fork_ranks import Fork
 
 ROOT = Path(__file__).resolve().parent.parent
 START_LIMIT_S = 580.0  # just less than a test's own limit, so that the stacks of the ranks are seen
@@ -131,7 +134,7 @@ class _Launch:
         self.folder.joinpath("request.pkl").write_bytes(pickle.dumps(request))
         self.ranks = [self._start(rank, device, env) for rank in range(world)]
 
-    def _start(self, rank: int, device: str, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    def _start(self, rank: int, device: str, env: Mapping[str, str]) -> Fork | subprocess.Popen[bytes]:
         foreign = ("SLURM", "TORCHELASTIC", "PMI", "OMPI", "CROSS_")
         clean = {key: value for key, value in os.environ.items() if not key.startswith(foreign)}
         clean |= {
@@ -149,6 +152,8 @@ class _Launch:
             clean |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         else:
             clean.pop("DS_ACCELERATOR", None)
+        if device == "cpu" and not env:
+            return Fork(_rank_main, self.folder, clean, self._log(rank))
         with open(self._log(rank), "wb") as log:
             return subprocess.Popen(
                 [sys.executable, "-u", "-m", "tests.ranks", str(self.folder)],
@@ -226,8 +231,9 @@ class _Launch:
             if rank.poll() is None:
                 os.killpg(rank.pid, signal.SIGKILL)
                 rank.wait()
-            assert rank.stdin is not None
-            rank.stdin.close()
+            if isinstance(rank, subprocess.Popen):
+                assert rank.stdin is not None
+                rank.stdin.close()
         marks = [f"torch_{rank.pid}_" for rank in self.ranks] + [f"_{port}_" for port in self.ports]
         for file in Path("/dev/shm").glob("*"):
             if file.name.startswith(("torch_", "deepspeed_")) and any(mark in file.name for mark in marks):
@@ -242,7 +248,6 @@ def _rank_main(folder: Path) -> None:
     rank = int(os.environ["RANK"])
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # the parent sends it at the time limit
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     for index, case in enumerate(cases):
         os.environ["MASTER_PORT"] = str(ports[index])
         value, error = None, None
@@ -295,4 +300,5 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _rank_main(Path(sys.argv[1]))

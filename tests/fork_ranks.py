@@ -1,0 +1,80 @@
+"""Rank processes by fork from one that has imported what ranks need: 0.1 s each, where a new interpreter takes 5 to 10 s.
+
+The process they come from is started once, runs no test, and so has no state but that of the imports, which every rank has.
+Its environment is that of CPU ranks; what libraries read from it as they are imported cannot differ between ranks.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+IMPORTS = [
+    "tests.fork_ranks",
+    "pytest",
+    "stack.train.run",
+    "stack.bench.contender",
+    "stack.engine.build",
+    "stack.parallel.apply",
+    "transformers.models.qwen3",
+]
+"""The first brings the checks of shapes with it (tests/__init__.py)."""
+
+
+class Fork:
+    """`function(argument)` in a process of its own, its session's leader, in `env`, writing to `log`; words as of Popen."""
+
+    def __init__(self, function: Callable[[Any], None], argument: Any, env: Mapping[str, str], log: Path):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTS)
+        before = dict(os.environ)
+        os.environ.update(env)
+        try:
+            forkserver.ensure_running()
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+        self._process = context.Process(target=_enter, args=(function, argument, dict(env), log))
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self) -> None:
+        self._process.join()
+
+
+def _end_with_parent() -> None:
+    """Waits until the process that asked for this one is gone."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(70)
+
+
+def _enter(function: Callable[[Any], None], argument: Any, env: dict[str, str], log: Path) -> None:
+    os.setsid()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ.clear()
+    os.environ.update(env)
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    function(argument)
