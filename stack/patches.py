@@ -5,6 +5,7 @@ versions it was written for; its test in `tests/unit/test_patches.py` fails once
 from __future__ import annotations
 
 import importlib
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,6 +37,18 @@ def _build_no_shm_op() -> None:
     return None
 
 
+def _plain_muon() -> None:
+    before = os.environ.get("TORCHDYNAMO_DISABLE")
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    finally:
+        if before is None:
+            del os.environ["TORCHDYNAMO_DISABLE"]
+        else:
+            os.environ["TORCHDYNAMO_DISABLE"] = before
+
+
 PATCHES = (
     Patch(
         name="no-shm-comm",
@@ -47,6 +60,17 @@ PATCHES = (
         ),
         link="https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/comm/torch.py (build_shm_op)",
         apply=_no_shm_comm,
+    ),
+    Patch(
+        name="plain-muon",
+        package="deepspeed",
+        versions=">=0.19,<0.20",
+        reason=(
+            "To check the optimizer's class DeepSpeed imports Muon's kernels, which ask torch.compile as they are defined; "
+            "that imports all of torch's compiler, 540 modules and 2 to 7 s of every rank's start. Nobody uses Muon here."
+        ),
+        link="https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/zero/utils.py (is_zero_supported_optimizer)",
+        apply=_plain_muon,
     ),
 )
 

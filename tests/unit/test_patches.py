@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -35,6 +37,16 @@ def test_shm_comm_is_needed_and_switched_off() -> None:
     )
     assert outcomes["needed"].get() == [True]
     assert outcomes["off"].get() == [False]
+
+
+@pytest.mark.parametrize(("patched", "loaded"), [(False, True), (True, False)], ids=["is needed", "works"])
+def test_muon_brings_the_compiler(patched: bool, loaded: bool) -> None:
+    apply = "from stack.patches import apply_patches; apply_patches(); apply_patches()\n" * patched
+    code = f"import sys\n{apply}import deepspeed.runtime.zero.muon.muon_optimizer\n"
+    code += "import os; assert 'TORCHDYNAMO_DISABLE' not in os.environ\n"
+    code += "print('torch._inductor.compile_fx' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[-1] == str(loaded)
 
 
 def test_every_patch_says_why_and_for_which_versions() -> None:
