@@ -19,7 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from stack.dist.env import RankEnv
-from stack.dist.launcher import check_hostfile, note_launcher
+from stack.dist.launcher import check_hostfile, first_of_node_ends, local_rank, note_launcher
 from stack.dist.signals import NUMBERS, Stopped
 from stack.dist.watch import Watch
 from stack.errors import LaunchError, StackError
@@ -28,20 +28,23 @@ if TYPE_CHECKING:
     from stack.dist.link import Link
 
 
+EARLY = (signal.SIGTERM, signal.SIGUSR1)
+
+
 @contextmanager
 def clear_errors() -> Iterator[None]:
     """Around a program: a StackError ends it with exit code 1 and its message in place of a traceback.
 
     Before the ranks know each other the fault is in the command or the files, so it is the same on all ranks of a node:
-    only the first of each node prints it. A signal that comes so early is told in the same way.
+    only the first of each node prints it, and the others leave behind it. A signal that comes so early is told in the same
+    way.
     """
     note_launcher()
-    early = (signal.SIGTERM, signal.SIGUSR1)
-    before = {number: signal.signal(number, _raise_stopped) for number in early}
+    before = {number: signal.signal(number, _raise_stopped) for number in EARLY}
     try:
         yield
     except StackError as error:
-        if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
+        if _is_to_tell(error):
             sys.stdout.flush()
             print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(_exit_code(error)) from None
@@ -52,6 +55,17 @@ def clear_errors() -> Iterator[None]:
         for number, handler in before.items():
             if signal.getsignal(number) is _raise_stopped:
                 signal.signal(number, handler)
+
+
+def _is_to_tell(error: StackError) -> bool:
+    """Whether this process prints the message: the first of its node, or one whose first has not met the fault."""
+    if local_rank(os.environ) in (None, "0"):
+        return True
+    if isinstance(error, Stopped):
+        return False  # all were asked to
+    for number in EARLY:
+        signal.signal(number, signal.SIG_DFL)  # a launcher that ends it while it waits hears no word of that
+    return not first_of_node_ends()
 
 
 def _raise_stopped(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""The processes above a rank that must live for the run to go on.
+"""The processes above a rank that must live for the run to go on, and the first rank of its node beside it.
 
 Only launchers that wait for their ranks count: the shell above a plain process may end, as with nohup, and srun's tasks
 are ended by Slurm itself. deepspeed has two: the command, and below it one launcher a node.
@@ -7,7 +7,8 @@ are ended by Slurm itself. deepspeed has two: the command, and below it one laun
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,6 +30,30 @@ def gone_launcher(env: RankEnv) -> str | None:
     levels = LEVELS.get(env.launcher, 0)
     gone = sorted(set(_noted[:levels]) - set(_above()[:levels]))
     return f"the {env.launcher} launcher (process {gone}) is gone" if gone else None
+
+
+def local_rank(environ: Mapping[str, str]) -> str | None:
+    """Of a process on its node, before anything else is known of it; None without a launcher."""
+    return environ.get("LOCAL_RANK", environ.get("SLURM_LOCALID"))
+
+
+def first_of_node_ends(within_s: float = 30) -> bool:
+    """Wait for the node's first rank, which this process is not. False: it is still there behind `within_s` seconds.
+
+    Launchers end all ranks as soon as one has left. One that leaves over a fault they all share would so silence the first,
+    which is to tell it, while that one still imports: on two busy cores the first came 2 s behind its neighbour.
+    """
+    import psutil
+
+    with suppress(psutil.Error):  # who is gone cannot be waited for
+        beside = [process for process in psutil.Process(os.getppid()).children() if process.pid != os.getpid()]
+        first = [process for process in beside if local_rank(process.environ()) == "0"]
+        end = time.monotonic() + within_s
+        while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in first):
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.1)
+    return True
 
 
 def check_hostfile(env: RankEnv) -> None:

@@ -5,8 +5,11 @@ srun's variables stand for the hardest case: nobody but the ranks themselves end
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -54,6 +57,14 @@ def test_cause_is_the_last_that_ranks_print_under(launcher: str) -> None:
     assert text.count("ValueError: something unforeseen") == 1
     after = text.partition("ValueError: something unforeseen")[2].splitlines()[1]
     assert after.startswith(("[20", "E", "W")), "a line of a rank follows the cause"
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "srun"])
+def test_fault_of_all_ranks_is_told_though_the_first_comes_last(launcher: str) -> None:
+    ended = launch(launcher, [SCRIPT, "first comes late"], timeout_s=LIMIT_S)
+    assert all(ended.codes), ended.output
+    assert ended.output.count("parallel.sp=3: expected a divisor of 2") == 1
+    assert "SIGTERM" not in ended.output.partition("torch/distributed/elastic")[0]
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "srun", "plain"])
@@ -156,6 +167,20 @@ def test_clear_errors_prints_the_message_once_a_node(
     assert caught.value.code == 143
     with pytest.raises(ZeroDivisionError), clear_errors():
         raise ZeroDivisionError
+
+
+def test_another_rank_tells_what_the_first_of_its_node_has_not_met() -> None:
+    code = "import sys, time; from stack.dist.launcher import first_of_node_ends as ends\n"
+    code += "if sys.argv[1] == '0': time.sleep(30)\nprint(ends(0.3), flush=True)"
+    first = subprocess.Popen([sys.executable, "-c", code, "0"], env={**os.environ, "LOCAL_RANK": "0"})
+    try:
+        beside = [sys.executable, "-c", code, "1"]
+        assert subprocess.run(beside, capture_output=True, text=True, check=True).stdout == "False\n"
+    finally:
+        first.kill()
+    # Not waited for: a launcher may let an ended rank stand as a zombie.
+    assert subprocess.run(beside, capture_output=True, text=True, check=True).stdout == "True\n"
+    first.wait()
 
 
 def test_description_names_the_rank_where_it_is_not_rank_0() -> None:
