@@ -23,8 +23,8 @@ from stack.bench.calls import clock, clock_attention, clock_products, settle, ti
 from stack.config import derive
 from stack.config.compose import compose_config
 from stack.config.schema import RunConfig
-from stack.dist.env import read_rank_env
-from stack.dist.topology import Topology, init_topology
+from stack.dist.env import RankEnv, read_rank_env
+from stack.dist.topology import Topology, init_topology, select_device
 from stack.models.build import DTYPES
 from stack.plan.calibration import calibration_line
 from stack.plan.command import read_arguments
@@ -99,7 +99,7 @@ def _probe_spawned(rank: int, cfg: RunConfig, file: Path, device: str) -> None:
 def _probe_rank(rank: int, cfg: RunConfig, file: Path, device: str) -> None:
     warnings.filterwarnings("ignore", message=r".*torch\.distributed\..* is deprecated")
     env = read_rank_env(os.environ)
-    outside = _outside_bytes(device, env.local_rank)
+    outside = _outside_bytes(env, device)
     topology = init_topology(env, env.world, device, cfg.engine.timeout_s)
     tell = print if topology.is_main else _silent
     found = probe(cfg, topology, env.local_world, outside, ON_GPU if device == "cuda" else ON_CPU, tell)
@@ -122,12 +122,11 @@ def _write(found: Sequence[Found], file: Path, device: str, ranks: int) -> None:
 def _silent(text: str) -> None: ...
 
 
-def _outside_bytes(device: str, index: int) -> int:
+def _outside_bytes(env: RankEnv, device: str) -> int:
     """What the process takes of a card beside torch's allocator: before anything else, CUDA's context."""
     if device != "cuda":
         return 0
-    torch.cuda.set_device(index)
-    torch.empty(1, device="cuda")
+    torch.empty(1, device=select_device(env, device))
     return _outside_now()
 
 
@@ -225,6 +224,8 @@ def _communicating(
     def timed(collective: Callable[[], Any]) -> float:
         return _slowest(topology, lambda: moved * REPEATS / _repeated(collective, device))
 
+    # What the kernels above brought with them, as cuBLAS, is no communicator's.
+    kernels = _outside_now() if on_gpu else 0
     gather = timed(lambda: dist.all_gather_into_tensor(whole, part))
     before = _outside_now() if on_gpu else 0
     exchange = timed(lambda: dist.all_to_all_single(other, whole))
@@ -235,9 +236,7 @@ def _communicating(
     yield Found(constant, min(gather, exchange) / 1e9, "GB/s", words, assumed)
     if on_gpu:
         words = "more of the card in use behind the first all-gather"
-        yield Found(
-            "communicator_gib", max(0, before - outside_bytes) / GIB, "GiB", words, site.communicator_gib
-        )
+        yield Found("communicator_gib", max(0, before - kernels) / GIB, "GiB", words, site.communicator_gib)
         words = "more behind the first all-to-all, for each other rank"
         a_peer = max(0, behind - before) / GIB / (min(world, local_world) - 1 or 1)
         yield Found("exchange_gib", a_peer, "GiB a peer", words, site.exchange_gib)

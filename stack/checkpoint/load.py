@@ -20,8 +20,9 @@ from stack.checkpoint.zero_files import ZeroFiles
 from stack.dist.topology import Topology
 from stack.errors import CheckpointError, DataError
 
-SHAPE = ("world", "stage", "precision", "optimizer", "cpu_optimizer", "nvme")
-"""What DeepSpeed's files depend on. Only under equal ones does it load them itself."""
+SHAPE = ("world", "stage", "precision", "optimizer", "cpu_optimizer", "nvme", "states_on")
+"""What DeepSpeed's files depend on. Only under equal ones does it load them itself: Adam's count of steps, for one, is a
+tensor on the device under the fused kernel, on the host in torch's loop, and a number in DeepSpeed's CPUAdam."""
 
 
 class LoadingEngine(Protocol):

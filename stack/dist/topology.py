@@ -7,6 +7,7 @@ inside a node where they can.
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -86,7 +87,7 @@ def init_topology(env: RankEnv, sp: int, device: str, timeout_s: int) -> Topolog
     if env.world % sp:
         fix = f"start a multiple of {sp} ranks, or set parallel.sp to a divisor of {env.world}"
         raise ConfigError([Fault("parallel.sp", sp, f"a divisor of the {env.world} rank(s) started", fix)])
-    torch_device = _select_device(env, device)
+    torch_device = select_device(env, device)
     apply_rank_env(env)
     timeout = datetime.timedelta(seconds=timeout_s)
     if not dist.is_initialized():
@@ -120,12 +121,14 @@ def _new_group(
     return cast(dist.ProcessGroup, dist.new_group(members, timeout=timeout, backend=backend))
 
 
-def _select_device(env: RankEnv, device: str) -> torch.device:
+def select_device(env: RankEnv, device: str) -> torch.device:
+    """This rank's device, made the current one. Raises LaunchError where the node has fewer GPUs than ranks."""
     if device == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if count == 1 and env.launcher == "srun":
-        # With --gpus-per-task=1 each task sees its own GPU only, as number 0.
+        # With --gpus-per-task=1 each task sees its own GPU only, as number 0. DeepSpeed takes its device from LOCAL_RANK.
+        os.environ["LOCAL_RANK"] = "0"
         torch.cuda.set_device(0)
         return torch.device("cuda", 0)
     if env.local_rank >= count:

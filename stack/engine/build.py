@@ -26,7 +26,7 @@ def build_engine(
     if ds_config["zero_optimization"]["stage"] < 3:
         model.to(topology.device)
     module = StepModule(model)
-    optimizer = make_optimizer(model, optim, ds_config)
+    optimizer = make_optimizer(model, optim, ds_config, topology.device.type)
     engine, *_ = deepspeed.initialize(
         model=module, optimizer=optimizer, config=ds_config, dist_init_required=False
     )
@@ -43,7 +43,9 @@ def _undo_early_step(optimizer: Any) -> None:
         optimizer.optimizer.state.clear()
 
 
-def make_optimizer(model: nn.Module, optim: OptimConfig, ds_config: dict[str, Any]) -> torch.optim.Optimizer:
+def make_optimizer(
+    model: nn.Module, optim: OptimConfig, ds_config: dict[str, Any], device: str
+) -> torch.optim.Optimizer:
     """AdamW or SGD over the trainable parameters; matrices decay, norms and biases do not."""
     decay, plain = [], []
     for param in model.parameters():
@@ -61,4 +63,4 @@ def make_optimizer(model: nn.Module, optim: OptimConfig, ds_config: dict[str, An
     on_host = ds_config["zero_optimization"].get("offload_optimizer", {}).get("device", "none") != "none"
     if on_host and ds_config.get("zero_force_ds_cpu_optimizer", True):
         return deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
-    return torch.optim.AdamW(groups, fused=torch.cuda.is_available() and not on_host, **settings)
+    return torch.optim.AdamW(groups, fused=device == "cuda" and not on_host, **settings)

@@ -94,11 +94,7 @@ def prepare_model(
     model = _on_meta(found.config, dtype)
     _refuse_trained_buffers(model)
     spec = describe(model)
-    if spec.attention_extras and cfg.attention in PLAIN_BACKENDS:
-        want = f"a flash kernel: this model's attention needs {', '.join(spec.attention_extras)}"
-        raise ConfigError(
-            [Fault("model.attention", cfg.attention, want, "model.attention=flash_attention_2 on a GPU")]
-        )
+    _refuse_other_kernels(model, spec, cfg.attention)
     _freeze(model, cfg.freeze)
     plan = None
     if weights is not None:
@@ -156,6 +152,22 @@ def _values(
         return {key: torch.empty(value.shape, dtype=blank.dtype) for key, value in blanks.items()}
     prefix = f"{name}." if name else ""
     return {key: blank.weights.value(model, prefix + key).to(blank.dtype) for key in blanks}
+
+
+def _refuse_other_kernels(model: nn.Module, spec: ModelSpec, attention: str) -> None:
+    """transformers hands soft caps and sinks to kernels that take them, and to others nothing, without a word. Which take
+    sinks, the model's class says."""
+    if not spec.attention_extras:
+        return
+    needs = f"this model's attention needs {', '.join(spec.attention_extras)}"
+    known = getattr(model, "_compatible_flash_implementations", None) or []
+    if "s_aux" in spec.attention_extras and attention not in known:
+        want = f"one of {', '.join(known) or 'no kernel that transformers knows'}: {needs}"
+        fix = f"model.attention={known[0]} on a GPU" if known else "another model"
+        raise ConfigError([Fault("model.attention", attention, want, fix)])
+    if attention in PLAIN_BACKENDS:
+        fix = "model.attention=flash_attention_2 on a GPU"
+        raise ConfigError([Fault("model.attention", attention, f"a flash kernel: {needs}", fix)])
 
 
 def _on_meta(config: Any, dtype: torch.dtype) -> PreTrainedModel:

@@ -14,6 +14,9 @@ from stack.config.schema import MemoryConfig
 from stack.errors import MemoryShortage
 from stack.ops.spill_file import Place, SpillFile, aligned_bytes
 
+AHEAD = 2
+"""Layers whose copies to the host may be under way at once."""
+
 FEW = 64
 """Slabs of one layer beyond which larger ones are made: a first layer may have been a small one."""
 
@@ -55,7 +58,14 @@ class HostStore:
         if self.offload:
             self._kept.append(kept)
             self._write_behind(kept.num_bytes)
+            self._wait_for_the_device()
         return kept
+
+    def _wait_for_the_device(self) -> None:
+        """The host queues kernels far ahead of the device, and what a layer keeps stays there until its copy is through:
+        without a bound, that of all layers queued."""
+        if len(self._kept) > AHEAD and (copied := self._kept[-1 - AHEAD].ready) is not None:
+            copied.synchronize()
 
     def fetch_next(self) -> None:
         """Start the way back to the device of what is taken next, unless the disk still has it."""
@@ -82,7 +92,7 @@ class HostStore:
                 slab, event = self._free.pop(0)
                 ready = event or ready
             elif self.pin_memory and device.type == "cuda":
-                slab = torch.empty(self.slab, dtype=torch.uint8, device="cpu", pin_memory=True)
+                slab = self._page_locked()
             elif self.spill is not None:
                 slab = aligned_bytes(self.slab)
             else:
@@ -90,6 +100,16 @@ class HostStore:
             slabs.append(slab)
         self.used += number * self.slab
         return slabs, ready
+
+    def _page_locked(self) -> Tensor:
+        try:
+            return torch.empty(self.slab, dtype=torch.uint8, device="cpu", pin_memory=True)
+        except RuntimeError as error:  # CUDA calls it its own memory, as it does the card's
+            raise MemoryShortage(
+                f"no page-locked host memory for what layers keep: {self.used / 2**30:.1f} GiB are in use by this rank ("
+                f"{str(error).splitlines()[0]}). Fix: memory.spill_folder=FOLDER (on a local disk) with memory.host_gib, "
+                "memory.pin_memory=false, or fewer ranks a node"
+            ) from error
 
     def give_back(self, slabs: list[Tensor], ready: torch.cuda.Event | None) -> None:
         self.used -= len(slabs) * self.slab

@@ -108,6 +108,8 @@ def ulysses_attention(
         raise QkvReady(query, key, value, how)
     if settings.sp_group is not None:
         query, key, value = _to_heads(query, key, value, settings, settings.sp_group)
+        if "s_aux" in extras:  # one sink a query head
+            extras["s_aux"] = extras["s_aux"].chunk(settings.sp)[settings.sp_rank]
     out = attend(settings.backend, query, key, value, cu_seq_lens_q, how)
     if settings.sp_group is not None:
         out = _to_sequence(out, settings.sp, settings.sp_group)

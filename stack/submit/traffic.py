@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from stack.dist.env import RankEnv
+from stack.dist.topology import select_device
 from stack.submit.verdict import NotReady
 
 REPEATS = 5
@@ -43,7 +44,7 @@ def measure(
     guard.daemon = True
     guard.start()
     ranks = dist.PrefixStore("ranks", store)
-    place = init(ranks, env.rank, env.world, env.local_rank, device, limit_s)
+    place = init(ranks, env, device, limit_s)
 
     def passed(stage: str) -> None:
         store.set(f"passed/{stage}/{env.rank}", "")
@@ -89,18 +90,14 @@ def _where_it_stands(env: RankEnv, nodes: Sequence[str], limit_s: float) -> str:
     return f"no end within {limit_s:.0f} s, though every stage was passed. {fix}"
 
 
-def init(
-    store: dist.Store, rank: int, world: int, local_rank: int, device: str, timeout_s: float
-) -> torch.device:
+def init(store: dist.Store, env: RankEnv, device: str, timeout_s: float) -> torch.device:
     """The default process group over `store`; returns this rank's device."""
-    if device == "cuda":
-        torch.cuda.set_device(local_rank)
-    place = torch.device(device, local_rank) if device == "cuda" else torch.device("cpu")
+    place = select_device(env, device)
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
         store=store,
-        rank=rank,
-        world_size=world,
+        rank=env.rank,
+        world_size=env.world,
         timeout=timedelta(seconds=timeout_s),
     )
     return place

@@ -39,7 +39,10 @@ def is_shortage(error: BaseException) -> bool:
     """Whether memory ran out, of the device or of the host."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    marks = ("can't allocate memory", "CUDA out of memory", "std::bad_alloc", "Cannot allocate memory")
+    marks = (
+        *("can't allocate memory", "Cannot allocate memory", "std::bad_alloc"),
+        *("CUDA out of memory", "CUDA error: out of memory"),  # of torch's allocator, and of CUDA's own calls
+    )
     return isinstance(error, RuntimeError | OSError) and any(mark in str(error) for mark in marks)
 
 

@@ -42,6 +42,7 @@ def make_layout(cfg: RunConfig, topology: Topology) -> dict[str, Any]:
         "precision": cfg.engine.precision,
         "optimizer": cfg.optim.name,
         "cpu_optimizer": cfg.engine.cpu_optimizer,
+        "states_on": topology.device.type if cfg.engine.offload_optimizer == "none" else "host",
         "nvme": "nvme" in (cfg.engine.offload_optimizer, cfg.engine.offload_param),
         "rows_per_step": derive.rows_per_step(cfg, topology.world),
         "accumulation": cfg.engine.accumulation,

@@ -141,6 +141,18 @@ def test_gemma2_soft_cap_is_known_and_needs_a_flash_kernel() -> None:
     assert (built.spec.softcap, built.spec.attention_extras) == (20.0, ("softcap",))
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "flash_attention_2"])
+def test_sinks_need_a_kernel_that_the_model_knows(attention: str) -> None:
+    """transformers drops them without a word before a kernel that does not take them."""
+    cfg = scratch("qwen3")
+    cfg.architecture = architecture("qwen3") | {"model_type": "granite_swa"}
+    cfg.attention = attention
+    with pytest.raises(ConfigError, match=r"needs s_aux. Fix: model.attention=kernels-community/"):
+        build_model(cfg, 32, torch.float32, 0)
+    cfg.attention = "kernels-community/vllm-flash-attn3"
+    assert build_model(cfg, 32, torch.float32, 0).spec.attention_extras == ("s_aux",)
+
+
 def test_plain_model_really_is_moved_off_its_initial_values() -> None:
     model = plain_model("qwen3", torch.float32)
     assert not torch.equal(model.model.norm.weight, torch.ones(32))

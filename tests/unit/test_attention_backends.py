@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from stack.errors import ModelError
 from stack.models import spec
 from stack.ops.reference import document_attention
+from stack.parallel import ulysses
 from stack.parallel.ulysses import SETTINGS, AttentionSettings, install_attention, ulysses_attention
 from tests.unit.models_rig import SMALL
 
@@ -53,6 +56,22 @@ def test_flash_kernels_get_documents_as_one_varlen_row():
     )
     assert kwargs["max_length_q"] == kwargs["max_length_k"] == 5
     assert len(calls) == 2, "one call a layer"
+
+
+def test_each_rank_hands_on_the_sinks_of_its_own_heads(monkeypatch):
+    seen = []
+
+    def kernel(module, query, *args, s_aux, **kwargs):
+        seen.append(s_aux)
+        return query.transpose(1, 2), None
+
+    AttentionInterface.register("sink_stand_in", kernel)
+    monkeypatch.setattr(ulysses, "all_to_all", lambda parts, group: parts)
+    module = nn.Module()
+    setattr(module, SETTINGS, AttentionSettings("sink_stand_in", 2, 1, cast(Any, object())))
+    query, key, sinks = torch.randn(1, 4, 8, 8), torch.randn(1, 2, 8, 8), torch.arange(4.0)
+    ulysses_attention(module, query, key, key, None, cu_seq_lens_q=CU_SEQLENS, s_aux=sinks)
+    assert torch.equal(seen[0], sinks[2:])
 
 
 def test_two_models_in_one_process_keep_their_own_attention():

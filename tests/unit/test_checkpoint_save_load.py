@@ -169,10 +169,10 @@ def checkpoint_of(layout: dict[str, Any], **settings: Any) -> Checkpoint:
 
 
 def test_other_ranks_and_stages_are_taken_and_cut_anew() -> None:
-    layout = LAYOUT | {"rows_per_step": 4, "nvme": False}
+    layout = LAYOUT | {"rows_per_step": 4, "nvme": False, "states_on": "cuda"}
     saved = checkpoint_of(layout)
     assert fits_as_saved(saved, layout) and fits_as_saved(saved, layout | {"sp": 2})
-    for key, now in (("world", 4), ("stage", 1)):
+    for key, now in (("world", 4), ("stage", 1), ("states_on", "host"), ("states_on", "cpu")):
         check_layout(saved, layout | {key: now})
         assert not way_of(saved, layout | {key: now}).as_saved
 

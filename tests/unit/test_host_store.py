@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -48,6 +49,39 @@ def test_every_bit_comes_back_over_steps_and_shapes(store: HostStore) -> None:
     for tokens in (61, 61, 7, 150, 61, 1):
         step(store, [layer(seed, tokens) for seed in range(5)])
     assert store.used == 0
+
+
+class Event:
+    """Of a copy that never ends; tells that it was waited for."""
+
+    def __init__(self, number: int, waited: list[int]):
+        self.number, self.waited = number, waited
+
+    def synchronize(self) -> None:
+        self.waited.append(self.number)
+
+
+def test_the_host_runs_no_more_than_two_layers_ahead_of_the_copies() -> None:
+    store, waited = HostStore(True, pin_memory=False), []
+    for number in range(5):
+        kept = store.keep(layer(number))
+        kept.ready = cast(Any, Event(number, waited))
+    assert waited == [0, 1, 2]
+
+
+def test_page_locked_memory_that_runs_out_is_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA tells of it in the words that it has for the card's memory."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Tensor:
+        raise RuntimeError("CUDA error: out of memory\nand more")
+
+    store = HostStore(True, pin_memory=True)
+    store.slab = 64 * KB
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(
+        MemoryShortage, match=r"(?s)no page-locked host memory.*CUDA error: out of memory\).*spill_folder"
+    ):
+        store.borrow(100 * KB, torch.device("cuda"))
 
 
 def test_what_is_kept_is_a_copy_of_any_layout() -> None:

@@ -171,6 +171,7 @@ def real_cpu_error() -> BaseException:
 def test_real_errors_are_known_and_others_let_pass() -> None:
     assert is_shortage(real_cpu_error())
     assert is_shortage(MemoryError()) and is_shortage(torch.OutOfMemoryError("CUDA out of memory"))
+    assert is_shortage(RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later"))
     assert not is_shortage(RuntimeError("shapes differ")) and not is_shortage(ValueError("memory"))
 
 
