@@ -12,9 +12,10 @@ here either.
 from __future__ import annotations
 
 import copy
+import difflib
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from stack.config import derive
 from stack.config.checks import read_ds_config
@@ -57,6 +58,60 @@ BLOCKS = {
 """Sections that Hydra owns as a whole: all "auto" and dropped, or refused."""
 
 
+OFF = (None, False, 0, 1, -1)
+ONE_WAY = "nothing else: this stack's own layout of ranks and shards knows no other"
+REFUSED = {
+    "zero_optimization.round_robin_gradients": (
+        "false: DeepSpeed then writes where no reader of its files looks, and weights of exports and of resumes on other "
+        "ranks are wrong",
+        "leave it out",
+    ),
+    **{
+        f"zero_optimization.{name}": ("nothing here: it is the old name of an offload", f"engine.{block}=cpu")
+        for name, block in {
+            "cpu_offload": "offload_optimizer",
+            "cpu_offload_params": "offload_param",
+            "cpu_offload_param": "offload_param",
+        }.items()
+    },
+    "zero_optimization.zenflow": ("nothing: it scrambles weights (DeepSpeed 0.19)", "leave it out"),
+    "zero_optimization.zero_hpz_partition_size": (ONE_WAY, "leave it out"),
+    "tensor_parallel.autotp_size": (ONE_WAY, "leave it out, and use parallel.sp"),
+}
+"""Dotted path: what is expected and how to mend it, where it is set to more than off (false, 0, 1 or -1)."""
+
+SECTIONS = (
+    *(
+        "flops_profiler",
+        "comms_logger",
+        "timers",
+        "aio",
+        "amp",
+        "autotuning",
+        "elasticity",
+        "nebula",
+        "compile",
+        "pipeline",
+    ),
+    *(
+        "eigenvalue",
+        "quantize_training",
+        "data_efficiency",
+        "curriculum_learning",
+        "compression_training",
+        "hybrid_engine",
+    ),
+    *(
+        "tensor_parallel",
+        "sparse_attention",
+        "weight_quantization",
+        "progressive_layer_drop",
+        "monitor_config",
+    ),
+)
+"""Of DeepSpeed's files that `deepspeed.runtime.constants` does not name."""
+
+
 def build_ds_config(cfg: RunConfig, world: int) -> dict[str, Any]:
     """Final DeepSpeed settings of a run on `world` ranks. Raises ConfigError with every disagreement."""
     base, faults = read_ds_config(cfg.engine)
@@ -75,7 +130,7 @@ def build_ds_config(cfg: RunConfig, world: int) -> dict[str, Any]:
     for block in ("offload_optimizer", "offload_param"):
         if getattr(cfg.engine, block) == "none":
             final["zero_optimization"].pop(block, None)
-    faults = _together(final)
+    faults = _together(final) or _unknown(final)
     if faults:
         raise ConfigError(faults)
     return final
@@ -181,7 +236,7 @@ def _override_faults(cfg: RunConfig, owned: dict[str, _Owned]) -> list[Fault]:
 
 
 def _together(final: dict[str, Any]) -> list[Fault]:
-    """Settings that DeepSpeed accepts, or stops at late, and that are wrong together."""
+    """Settings that DeepSpeed accepts, or stops at late, and that are wrong here or together."""
     zero, faults = final["zero_optimization"], []
     if not zero.get("reduce_scatter", True) and not zero.get("contiguous_gradients", True):
         want = "true for one of reduce_scatter and contiguous_gradients: ZeRO-3 halves gradients without both"
@@ -190,6 +245,41 @@ def _together(final: dict[str, Any]) -> list[Fault]:
     if zero["stage"] < 2 and zero.get("overlap_comm"):
         want = "false below stage 2, where gradients are reduced once, at the end of the step"
         faults.append(Fault("zero_optimization.overlap_comm", True, want, "leave it out"))
+    for path, (want, fix) in REFUSED.items():
+        section, _, name = path.rpartition(".")
+        value = (final.get(section) or {}).get(name)
+        if value is True or value not in OFF:
+            faults.append(Fault(path, value, want, fix))
+    return faults
+
+
+def _unknown(final: dict[str, Any]) -> list[Fault]:
+    """Names and values that DeepSpeed does not know. At the top it takes any name without a word, below `zero_optimization`
+    it stops once the model is built."""
+    from deepspeed.runtime import constants  # 5 s, which wrong settings above need not wait for
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    known = {value for name, value in vars(constants).items() if name.isupper() and isinstance(value, str)}
+    known |= {*SECTIONS, *BLOCKS, *DEFAULTS, "zero_optimization", "bf16", "fp16", "data_types"}
+    faults = []
+    for name in final.keys() - known:
+        near = difflib.get_close_matches(name, known, 1, 0.85)
+        if near:
+            faults.append(
+                Fault(name, final[name], f"{near[0]}, or another name that DeepSpeed knows", "mend the name")
+            )
+    try:
+        DeepSpeedZeroConfig(**final["zero_optimization"])
+    except ValueError as error:  # pydantic's
+        for each in cast(Any, error).errors():
+            path = ".".join(map(str, ("zero_optimization", *each["loc"])))
+            names = difflib.get_close_matches(path.rpartition(".")[2], DeepSpeedZeroConfig.model_fields, 1)
+            fix = (
+                f"{names[0]}, or leave it out"
+                if each["type"] == "extra_forbidden" and names
+                else "mend or leave it out"
+            )
+            faults.append(Fault(path, each["input"], f"what DeepSpeed takes: {each['msg']}", fix))
     return faults
 
 

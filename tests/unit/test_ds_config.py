@@ -232,6 +232,65 @@ def test_overlap_below_stage_2_is_refused_before_deepspeed_does() -> None:
     assert "below stage 2" in _faults(_cfg(stage=1, overrides=overlap))[0].want
 
 
+@pytest.mark.parametrize(
+    ("overrides", "path", "says"),
+    [
+        ({"gradient_cliping": 0.1}, "gradient_cliping", "gradient_clipping"),
+        ({"zero_optimisation": {"stage": 3}}, "zero_optimisation", "zero_optimization"),
+        (
+            {"zero_optimization": {"reduce_buket_size": 5}},
+            "zero_optimization.reduce_buket_size",
+            "reduce_bucket_size",
+        ),
+        (
+            {"zero_optimization": {"reduce_bucket_size": "big"}},
+            "zero_optimization.reduce_bucket_size",
+            "integer",
+        ),
+        (
+            {"zero_optimization": {"round_robin_gradients": True}},
+            "zero_optimization.round_robin_gradients",
+            "wrong",
+        ),
+        (
+            {"zero_optimization": {"cpu_offload": True}},
+            "zero_optimization.cpu_offload",
+            "engine.offload_optimizer=cpu",
+        ),
+        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "zero_optimization.zenflow", "scrambles"),
+        (
+            {"zero_optimization": {"zero_hpz_partition_size": 2}},
+            "zero_optimization.zero_hpz_partition_size",
+            "leave it",
+        ),
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size", "parallel.sp"),
+    ],
+)
+def test_what_deepspeed_ignores_or_stops_at_late_is_told_first(
+    overrides: dict[str, Any], path: str, says: str
+) -> None:
+    (fault,) = _faults(_cfg(stage=2, overrides=overrides))
+    assert fault.key == path and says in f"{fault.want} {fault.fix}"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {
+            "zero_optimization": {
+                "round_robin_gradients": False,
+                "zero_hpz_partition_size": 1,
+            }
+        },
+        {"flops_profiler": {"enabled": True}, "comms_logger": {"enabled": True}, "dump_state": True},
+        {"aio": {"block_size": 1048576}, "wall_clock_breakdown": True, "tensor_parallel": {"autotp_size": 1}},
+        {"checkpoint": {"parallel_write": {"pipeline_stage": True}}, "my_own": 1},
+    ],
+)
+def test_other_settings_of_deepspeed_are_let_pass(overrides: dict[str, Any]) -> None:
+    build_ds_config(_cfg(overrides=overrides), 4)
+
+
 @pytest.mark.parametrize("choice", [path.stem for path in sorted((CONF / "engine").glob("*.yaml"))])
 def test_deepspeed_itself_accepts_the_settings(choice: str) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
