@@ -34,7 +34,7 @@ from stack.config import derive
 from stack.config.kept import HostBytes, host_bytes
 from stack.config.schema import RunConfig
 from stack.errors import ConfigError, Fault, LaunchError, StackError
-from stack.models.registry import family_of
+from stack.models.registry import Family, family_of
 from stack.plan.forecast import (
     GIB,
     GRADIENTS,
@@ -135,14 +135,17 @@ def _uneven(fields: dict[str, Any]) -> bool:
 
 def _smallest(cfg: RunConfig) -> int:
     """Layers from which on one more is like every other. DeepSpeed keeps gathered what is used again within
-    `stage3_max_reuse_distance`, so a model of fewer parameters keeps what a larger one lets go."""
+    `stage3_max_reuse_distance`, and fetches ahead up to `stage3_max_live_parameters`, so a model of fewer parameters keeps
+    what a larger one lets go. Lean blocks fetch once each, and so no further ahead than the next."""
     if cfg.engine.stage < 3:
         return FEW
     from stack.engine.ds_config import build_ds_config
     from stack.models.build import DTYPES, prepare_model
 
     zero = build_ds_config(cfg, cfg.parallel.sp)["zero_optimization"]
-    reach = max(zero.get("stage3_max_reuse_distance", 1e9), zero.get("stage3_max_live_parameters", 1e9))
+    lean = cfg.memory.lean and _family(cfg).lean is not None
+    ahead = 0 if lean else zero.get("stage3_max_live_parameters", 1e9)
+    reach = max(zero.get("stage3_max_reuse_distance", 1e9), ahead)
     two, three = (
         prepare_model(
             countable(cfg, depth).model, cfg.data.seq_len, DTYPES[cfg.engine.precision], cfg.seed, False
@@ -271,8 +274,12 @@ def _by_formula(cfg: RunConfig, page_locked: bool = True) -> HostBytes:
     heads, hidden = fields.get("num_attention_heads") or 1, fields.get("hidden_size") or 1
     dim = fields.get("head_dim") or hidden // heads
     sizes: Any = SimpleNamespace(num_layers=num_layers(cfg), hidden=hidden, num_heads=heads, head_dim=dim)
-    lean = cfg.memory.lean and family_of(str(fields.get("model_type"))).lean is not None
+    lean = cfg.memory.lean and _family(cfg).lean is not None
     return host_bytes(cfg, sizes, lean, on_gpu=page_locked and cfg.site.device != "cpu")
+
+
+def _family(cfg: RunConfig) -> Family:
+    return family_of(str(derive.architecture(cfg.model).get("model_type")))
 
 
 def _not_modelled(cfg: RunConfig) -> Iterator[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from dataclasses import replace
 
+from stack.config.kept import page_locked
 from stack.config.schema import RunConfig
 from stack.plan.forecast import GIB, Constant, Forecast, Host, Memory
 from stack.plan.machine import Machine
@@ -123,6 +124,22 @@ def host_of(settings: Settings, machine: Machine, states: States, traffic: Traff
         optimizer_bytes=states.host_optimizer,
         parameter_bytes=states.host_parameters,
         buffer_bytes=round(PROCESS_GIB * GIB),
+        checkpoint_copy_bytes=_checkpoint_copy(settings, machine, states),
         spilled_bytes=traffic.spilled_bytes,
         ranks_a_node=min(settings.world, a_node),
     )
+
+
+def _checkpoint_copy(settings: Settings, machine: Machine, states: States) -> int:
+    """Of one rank, from the first checkpoint on: what is written behind the steps. A copy from a GPU is page-locked, each
+    flat fp32 vector of a group by itself."""
+    cfg = settings.cfg
+    if not cfg.checkpoint.asynchronous or not (cfg.checkpoint.every or cfg.checkpoint.final):
+        return 0
+    elements = states.trained_elements
+    if machine.site.device == "cpu" or states.host_optimizer or not elements:
+        return states.written
+    whole, rest = divmod(elements, settings.sub_group)
+    vectors = round(states.written / (4 * elements))  # three with AdamW, one with SGD
+    groups = [settings.sub_group] * whole + [rest] * bool(rest)
+    return max(states.written, vectors * sum(page_locked(4 * size) for size in groups))

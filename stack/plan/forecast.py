@@ -93,13 +93,16 @@ class Host:
     parameter_bytes: int = 0
     buffer_bytes: int = 0
     """Page-locked buffers and the process itself."""
+    checkpoint_copy_bytes: int = 0
+    """What a checkpoint is written from while training goes on."""
     spilled_bytes: int = 0
     """On the local disk, not in memory."""
     ranks_a_node: int = 1
 
     @property
     def rank_bytes(self) -> int:
-        return self.kept_bytes + self.optimizer_bytes + self.parameter_bytes + self.buffer_bytes
+        states = self.optimizer_bytes + self.parameter_bytes + self.checkpoint_copy_bytes
+        return self.kept_bytes + states + self.buffer_bytes
 
     @property
     def node_bytes(self) -> int:

@@ -172,6 +172,8 @@ def _state_levers(run: Run) -> Iterator[Changes]:
 
 def _host_levers(run: Run) -> Iterator[Changes]:
     memory, engine = run.cfg.memory, run.cfg.engine
+    if run.cfg.checkpoint.asynchronous:
+        yield (("checkpoint.asynchronous", False),)
     if memory.lean:
         yield (("memory", "alst"),)
     if engine.offload_optimizer == "cpu":

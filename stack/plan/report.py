@@ -58,6 +58,7 @@ def host_lines(found: Verdict) -> str:
         "kept activations": host.kept_bytes,
         "optimizer": host.optimizer_bytes,
         "parameters": host.parameter_bytes,
+        "copy of a checkpoint": host.checkpoint_copy_bytes,
         "process": host.buffer_bytes,
     }
     told = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size)

@@ -13,7 +13,7 @@ import csv
 import json
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -27,6 +27,17 @@ from tests.plan.jobs import Found, Job
 from tests.plan.systems import count, with_length
 
 GIB = 2**30
+UNITS = {
+    "peak": {"GiB": GIB, "GB": 1e9},
+    "reserved": {"GiB": GIB, "GB": 1e9},
+    "max_seq": {"tokens": 1},
+    "step_s": {"s": 1},
+    "tok_s": {"tokens/s": 1},
+    "tok_s_gpu": {"tokens/s/GPU": 1},
+    "oom": {},
+}
+"""Bytes, tokens, seconds or tokens/s that one unit of a metric is; "oom" has none that matters."""
+
 FILE = Path(__file__).with_name("published.csv")
 MODELS = {"llama-8b": "llama3_8b", "llama-70b": "llama3_70b", "mistral-7b": "mistral_7b"}
 """Names that are not those of conf/model with other separators."""
@@ -247,9 +258,21 @@ def _other_seconds(job: Job, site: SiteConfig, computing: float, hidden: int, qu
     return seconds
 
 
+def not_comparable(row: Row) -> str | None:
+    """What is not known of the row, in words."""
+    if row.metric not in UNITS:
+        return f"{row.id}: metric {row.metric!r}, expected one of {', '.join(UNITS)}"
+    if row.metric != "oom" and row.unit not in UNITS[row.metric]:
+        return f"{row.id}: {row.metric} in {row.unit!r}, expected {' or '.join(UNITS[row.metric])}"
+    return None
+
+
 def outcome(row: Row) -> Outcome:
     """The forecast of what the row measured."""
-    scale = {"GiB": GIB, "GB": 1e9}.get(row.unit, 1)
+    unknown = not_comparable(row)
+    if unknown:
+        raise ValueError(unknown)
+    scale = UNITS[row.metric][row.unit]
     if row.metric == "peak":
         return Outcome(row, counted(row.job).peak / scale)
     if row.metric == "reserved":
@@ -263,9 +286,7 @@ def outcome(row: Row) -> Outcome:
     rate = row.seq * rows / seconds
     if row.metric == "tok_s":
         return Outcome(row, rate)
-    if row.metric == "tok_s_gpu":
-        return Outcome(row, rate / row.gpus)
-    raise ValueError(f"{row.id}: metric {row.metric} is not known")
+    return Outcome(row, rate / row.gpus)  # tok_s_gpu
 
 
 def outcomes(rows: list[Row], metrics: tuple[str, ...], scopes: tuple[str, ...] = ("in",)) -> list[Outcome]:
@@ -286,8 +307,9 @@ def beyond_memory(rows: list[Row]) -> Iterator[tuple[Row, Job]]:
             yield row, replace(row.job, seq=int(1.25 * row.value) // (64 * row.job.sp) * 64 * row.job.sp)
 
 
-def main() -> None:
-    rows = read_rows(Path(sys.argv[1])) if len(sys.argv) > 1 else read_rows()
+def main(arguments: Sequence[str]) -> None:
+    given = read_rows(*map(Path, arguments))
+    rows = [row for row in given if not not_comparable(row)]
     for metrics in (("peak",), ("reserved",), ("step_s", "tok_s", "tok_s_gpu"), ("max_seq",)):
         for scopes in (("in",), ("near",), ("out",)):
             found = outcomes(rows, metrics, scopes)
@@ -302,7 +324,10 @@ def main() -> None:
                 )
     for row, job in beyond_memory(rows):
         print(f"out of memory: {row.id} at {job.seq:,} tokens: {answer(row, job)}")
+    for row in given:
+        if unknown := not_comparable(row):
+            print(f"not compared: {unknown}")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from stack.plan.verdict import FITS
+from tests.plan import published
 from tests.plan.published import FILE, Row, answer, beyond_memory, median_error, outcomes, read_rows
 
 MEDIAN = 0.05
@@ -73,3 +74,19 @@ def test_unknown_settings_and_models_are_refused(tmp_path: Path) -> None:
         file.write_text(text[0] + "\n" + wrong + "\n")
         with pytest.raises(ValueError, match=r"some-4b|cp"):
             read_rows(file)
+
+
+def test_what_is_not_known_is_said_by_name(
+    rows: list[Row], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = FILE.read_text(encoding="utf-8").splitlines()
+    first = next(line for line in text if ",peak," in line)
+    file = tmp_path / "published.csv"
+    other = [first.replace(",peak,", ",watts,"), first.replace(",GiB,", ",MB,")]
+    file.write_text("\n".join([text[0], first, *other]), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"peak in 'MB', expected GiB or GB"):
+        outcomes(read_rows(file), ("peak",))
+    published.main([str(file)])
+    told = capsys.readouterr().out
+    assert "median error" in told
+    assert "metric 'watts', expected one of peak, reserved" in told and "not compared: " in told

@@ -279,3 +279,21 @@ def test_what_was_let_go_does_not_come_back_with_others_of_its_buffer() -> None:
     assert first.data is None and ledger.live == 2 * (8 + 12) + 2 * 12
     zero.fetch(modules[2])
     assert first.data is None and ledger.live == 2 * 12
+
+
+def test_the_copy_that_a_checkpoint_is_written_from_is_in_the_hosts_memory() -> None:
+    base = ["+exp=qwen3_1m", "site=h100x8"]
+
+    def copied(*overrides: str) -> int:
+        host = _planned([*base, *overrides], 8).host
+        assert host.rank_bytes > host.kept_bytes + host.checkpoint_copy_bytes
+        return host.checkpoint_copy_bytes
+
+    written = _planned(base, 8).checkpoint_bytes / 8
+    assert (
+        written < copied() == 3 * (2**32 + 2**27)
+    )  # groups of 1e9 and 24e6 fp32 numbers, each up to a power of two
+    assert copied("checkpoint.asynchronous=false") == copied("checkpoint=none") == 0
+    assert (
+        copied("engine=zero3_offload_optimizer") == written
+    )  # from host memory, which is not page-locked for it
