@@ -2,7 +2,7 @@
 
 The index, little-endian: the nine bytes of MAGIC; version 1 as uint64; code of the ids' number format as uint8; number
 of sequences and of document bounds as uint64; sequence lengths as int32, their byte offsets in the .bin as int64, and
-the document bounds, numbers of sequences that start at 0, as int64. (Megatron-LM,
+the document bounds, numbers of sequences from 0 to all of them, as int64. (Megatron-LM,
 megatron/core/datasets/indexed_dataset.py)
 """
 
@@ -53,16 +53,29 @@ class MegatronIndex:
         """Document d is the sequences bounds[d] to bounds[d + 1] - 1."""
         if num_sequences and self.lengths.min() < 0:
             raise ValueError("a sequence of negative length")
-        if num_bounds and (
-            self.bounds[0] < 0 or self.bounds[-1] > num_sequences or (np.diff(self.bounds) < 0).any()
-        ):
+        self._check_bounds(num_sequences)
+
+    def _check_bounds(self, num_sequences: int) -> None:
+        """Raises ValueError unless each sequence is in one document, as Megatron's own reader asks."""
+        if not len(self.bounds) and not num_sequences:
+            return
+        first, last = (int(self.bounds[0]), int(self.bounds[-1])) if len(self.bounds) else (0, 0)
+        if (first, last) != (0, num_sequences):
             raise ValueError(
-                f"document bounds that are no rising numbers from 0 to {num_sequences} sequences"
+                f"document bounds from {first} to {last}, expected from 0 to {num_sequences}, its sequences"
             )
+        if (np.diff(self.bounds) < 0).any():
+            raise ValueError(f"document bounds from 0 to {num_sequences} that fall in between")
 
     @property
     def num_documents(self) -> int:
         return max(len(self.bounds) - 1, 0)
+
+    @property
+    def end(self) -> int:
+        """Byte of the .bin behind the last that a sequence has."""
+        sizes = self.lengths.astype(np.int64) * self.dtype.itemsize
+        return int((self.pointers + sizes).max()) if len(sizes) else 0
 
     def sequences(self, document: int) -> list[tuple[int, int]]:
         """(byte offset, ids) of each sequence of a document."""

@@ -3,20 +3,21 @@ out."""
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import zstandard
 
 from stack.config.schema_data import DataConfig
-from stack.data.megatron import HEADER, MAGIC
-from stack.data.sources import SOURCES, SourceRequest, Tally, all_documents
+from stack.data.sources import SOURCES, Document, SourceRequest, Tally, all_documents
 from stack.data.sources import text as text_module
 from stack.errors import ConfigError, DataError
 from tests.stores import store_of_ids
@@ -192,6 +193,39 @@ def test_gzip_and_a_broken_gzip(tmp_path: Path) -> None:
         read("jsonl", tmp_path, "stop")
 
 
+@pytest.mark.parametrize(("name", "source_lines"), [("a.jsonl", 3), ("a.json", 3), ("a.jsonl", 4000)])
+@pytest.mark.parametrize(
+    ("pack", "kind", "ending"),
+    [(gzip.compress, "gzip", ".gz"), (zstandard.compress, "zstd", ".zst"), (bz2.compress, "bzip2", ".bz2")],
+)
+@pytest.mark.parametrize("size", [10, 1 << 62])
+def test_packed_lines_under_the_name_of_plain_ones(
+    tmp_path: Path,
+    name: str,
+    source_lines: int,
+    pack: Callable[[bytes], bytes],
+    kind: str,
+    ending: str,
+    size: int,
+) -> None:
+    path, lines = (
+        tmp_path / name,
+        [json.dumps({"text": str(n)}).encode() + b"\n" for n in range(source_lines)],
+    )
+    path.write_bytes(pack(b"".join(lines)))
+    source = SOURCES["jsonl"](SourceRequest(DataConfig(source="jsonl", path=str(path)), 100, 1))
+
+    def documents(tally: Tally) -> list[Document]:
+        return [one for unit in source.units(size, None, tally) for one in source.documents(unit, tally)]
+
+    message = rf"{name}: it is compressed with {kind}.*Fix: rename it to {name}{ending}"
+    with pytest.raises(DataError, match=message):
+        documents(Tally("stop"))
+    tally = Tally("skip")
+    assert not documents(tally)
+    assert tally.dropped["unreadable"].num_bytes == path.stat().st_size and len(tally.dropped) == 1
+
+
 def test_standard_library_is_real_text() -> None:
     found, dropped, _ = read("stdlib", "unused", "stop")
     assert len(found) > 300 and sum(map(len, found.values())) > 4_000_000
@@ -243,25 +277,3 @@ def test_a_bad_byte_in_parquet_is_a_fault_of_its_row(tmp_path: Path, policy: Lit
     else:
         found, dropped, _ = read("parquet", tmp_path, policy)
         assert found == {"a.parquet:1": "one", "a.parquet:3": "three"} and dropped == {"not UTF-8": 1}
-
-
-def test_ids_of_32_bits_are_not_read_as_16(tmp_path: Path) -> None:
-    ids = np.arange(100, 140_000, 1000)
-    ids.astype("<u4").tofile(tmp_path / "a.bin")
-    assert read("tokens", tmp_path)[1] == {"unreadable": 1}
-    with pytest.raises(DataError, match=r"a\.bin: .*data\.token_dtype=uint32"):
-        read("tokens", tmp_path, "stop")
-    assert list(read("tokens", tmp_path, "stop", token_dtype="uint32")[0]) == ["a.bin:0"]
-    np.tile([0, 1, 2, 3], 20).astype("<u2").tofile(tmp_path / "a.bin")
-    assert list(read("tokens", tmp_path, "stop")[0]) == ["a.bin:0"], "a small vocabulary is none"
-
-
-@pytest.mark.parametrize(
-    ("lengths", "bounds"), [([2, -1], [0, 1, 2]), ([2, 1], [0, 9, 2]), ([2, 1], [0, 1, 3])]
-)
-def test_an_index_of_megatrons_that_cannot_be(tmp_path: Path, lengths: list[int], bounds: list[int]) -> None:
-    np.array([1, 2, 3], "<u2").tofile(tmp_path / "a.bin")
-    arrays = [np.array(lengths, "<i4"), np.array([0, 4], "<i8"), np.array(bounds, "<i8")]
-    index = HEADER.pack(MAGIC, 1, 8, 2, len(bounds)) + b"".join(one.tobytes() for one in arrays)
-    (tmp_path / "a.idx").write_bytes(index)
-    assert read("tokens", tmp_path)[1] == {"unreadable": 1}

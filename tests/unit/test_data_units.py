@@ -261,10 +261,3 @@ def test_bare_ids(tmp_path: Path, size: int, dtype: Any) -> None:
         file.write(b"\0")
     with pytest.raises(DataError, match=f"no multiple of {np.dtype(dtype).itemsize} bytes"):
         read(open_source("tokens", tmp_path, token_dtype=dtype), size, "stop")
-
-
-def test_the_header_of_llm_c_is_no_text(tmp_path: Path) -> None:
-    header = np.zeros(256, "<i4")
-    header[:3] = 20240520, 1, 3
-    (tmp_path / "a.bin").write_bytes(header.tobytes() + np.array([4, 5, 6], "<u2").tobytes())
-    assert blocks_to_lists(read(open_source("tokens", tmp_path), 10)[0]) == [[4, 5, 6]]

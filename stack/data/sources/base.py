@@ -90,12 +90,20 @@ class Tally:
         for reason, entry in dropped.items():
             self.drop(reason, entry["first"], entry["num_bytes"], entry["count"])
 
-    def fault(self, reason: str, where: str, num_bytes: int, detail: str, count: int = 1) -> None:
+    def fault(
+        self,
+        reason: str,
+        where: str,
+        num_bytes: int,
+        detail: str,
+        count: int = 1,
+        fix: str = "mend the file",
+    ) -> None:
         """A document that cannot be read, or `count` of them: raise DataError, or count it under
         `data.bad_text=skip`."""
         if self.policy == "stop":
-            fix = "mend the file, or set data.bad_text=skip to leave out and count such documents"
-            raise DataError(f"{where}: {detail}. Fix: {fix}")
+            skip = "set data.bad_text=skip to leave out and count such documents"
+            raise DataError(f"{where}: {detail}. Fix: {fix}, or {skip}")
         self.drop(reason, where, num_bytes, count)
 
 

@@ -24,7 +24,13 @@ from stack.data.sources.files import find_files
 from stack.data.sources.records import RecordFiles
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-COMPRESSED = (".gz", ".zst", ".bz2")
+COMPRESSED = {
+    ".gz": (b"\x1f\x8b", "gzip", "gunzip"),
+    ".zst": (b"\x28\xb5\x2f\xfd", "zstd", "unzstd"),
+    ".bz2": (b"BZh", "bzip2", "bunzip2"),
+}
+"""Endings of what is unpacked while it is read: its first bytes, none of which JSON begins with, and its name and tool."""
+
 NAMES = tuple(f"{name}{packed}" for name in (".jsonl", ".ndjson") for packed in ("", *COMPRESSED))
 """How files of JSON Lines end; `.json` may be anything, and is read where a file or a pattern names it."""
 
@@ -58,6 +64,8 @@ class JsonLinesFiles(RecordFiles):
         path, cuts = self.files[number].path, [(0, 1)]
         offset, line = 0, 1
         try:
+            if _is_packed(path, tally):
+                return []
             with path.open("rb") as file:
                 while block := file.read(BLOCK_BYTES):
                     if offset >= cuts[-1][0] + size and (at := block.find(b"\n") + 1):
@@ -102,6 +110,8 @@ def _read_lines(path: Path, unit: Unit, tally: Tally) -> Iterator[tuple[int, byt
     off is one fault."""
     number, left = unit.line - 1, None if unit.end is None else unit.end - unit.begin
     try:
+        if not unit.begin and _is_packed(path, tally):
+            return
         with _open(path) as file:
             if unit.begin:
                 file.seek(unit.begin)
@@ -115,6 +125,21 @@ def _read_lines(path: Path, unit: Unit, tally: Tally) -> Iterator[tuple[int, byt
         reason = getattr(error, "strerror", None) or str(error)
         where = f"{path}, after line {number}"
         tally.fault("unreadable", where, 0, f"the rest of the file cannot be read ({reason})")
+
+
+def _is_packed(path: Path, tally: Tally) -> bool:
+    """Whether a file whose name says that it is plain begins as a compressed one; then it is one fault. Raises OSError."""
+    if path.suffix.lower() in COMPRESSED:
+        return False
+    with path.open("rb") as file:
+        begin = file.read(4)
+    for ending, (magic, kind, tool) in COMPRESSED.items():
+        if begin.startswith(magic):
+            detail = f"it is compressed with {kind}, and its name does not end in {ending}"
+            fix = f"rename it to {path.name}{ending}, which is read as it is, or unpack it then with {tool}"
+            tally.fault("unreadable", str(path), path.stat().st_size, detail, fix=fix)
+            return True
+    return False
 
 
 def _open(path: Path) -> IO[bytes] | gzip.GzipFile | bz2.BZ2File:
