@@ -21,7 +21,7 @@ from stack.config.cluster_checks import cluster_faults
 from stack.config.convert import below_open_key, known_keys, nearest_keys
 from stack.config.data_checks import data_faults
 from stack.config.mixture_checks import mixture_faults
-from stack.config.model_checks import model_faults
+from stack.config.model_checks import architecture_faults, model_faults
 from stack.config.ranges import range_faults
 from stack.config.schema import EngineConfig, MemoryConfig, RunConfig
 from stack.errors import Fault
@@ -35,11 +35,12 @@ def check(cfg: RunConfig, world: int | None = None, device: str | None = None) -
     """
     if device is None and cfg.site.device != "auto":
         device = cfg.site.device
-    faults = list(range_faults(cfg))
+    unsound = list(architecture_faults(cfg.model))
+    faults = [*range_faults(cfg), *unsound]
     bad = {fault.key for fault in faults}
     together = [
-        *_parallel(cfg, world),
-        *model_faults(cfg, device),
+        *_parallel(cfg, world, sound=not unsound),
+        *model_faults(cfg, device, sound=not unsound),
         *data_faults(cfg.data),
         *chat_faults(cfg.data),
         *mixture_faults(cfg.data),
@@ -55,7 +56,7 @@ def check(cfg: RunConfig, world: int | None = None, device: str | None = None) -
     return faults + [fault for fault in together if fault.key not in bad]
 
 
-def _parallel(cfg: RunConfig, world: int | None) -> Iterator[Fault]:
+def _parallel(cfg: RunConfig, world: int | None, sound: bool) -> Iterator[Fault]:
     sp, key = cfg.parallel.sp, "parallel.sp"
     if sp < 1:
         return
@@ -63,7 +64,7 @@ def _parallel(cfg: RunConfig, world: int | None) -> Iterator[Fault]:
         start = f"deepspeed --num_gpus {sp} launch/train.py ..."
         fix = f"start a multiple of {sp} ranks ({start}), or set {key}={math.gcd(sp, world)}"
         yield Fault(key, sp, f"a divisor of the {world} rank(s) started", fix)
-    heads = derive.architecture(cfg.model).get("num_attention_heads")
+    heads = derive.architecture(cfg.model).get("num_attention_heads") if sound else None
     if heads and heads % sp:
         divisors = [str(number) for number in range(1, heads + 1) if heads % number == 0]
         want = f"a divisor of the model's {heads} attention heads, which the ranks share equally"

@@ -28,7 +28,15 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from stack.config.checks import check
-from stack.config.convert import as_dict, below_open_key, convert, known_keys, leaves, unknown_key
+from stack.config.convert import (
+    as_dict,
+    below_open_key,
+    convert,
+    known_keys,
+    leaves,
+    takes_any_name,
+    unknown_key,
+)
 from stack.config.derive import REPO_ROOT
 from stack.config.help import help_text
 from stack.config.schema import RunConfig
@@ -206,7 +214,7 @@ def _screen(texts: Sequence[str], folder: str | None) -> tuple[list[str], list[F
         else:
             faults += own
             keep = _is_hydras(key) or override.is_delete()
-            good += [] if own else [text if keep else "++" + plain if below_open_key(key) else plain]
+            good += [] if own else [text if keep else "++" + plain if takes_any_name(key) else plain]
     if choices:
         raise ConfigError(choices + faults)
     return good, faults

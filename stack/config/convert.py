@@ -99,6 +99,11 @@ def below_open_key(key: str) -> bool:
     return any(get_origin(hint) is dict and key.startswith(name + ".") for name, hint in known_keys().items())
 
 
+def takes_any_name(key: str) -> bool:
+    """Whether `key` is such a setting itself, or lies inside one."""
+    return get_origin(known_keys().get(key)) is dict or below_open_key(key)
+
+
 def nearest_keys(key: str, limit: int = 3) -> list[str]:
     """Real names that the unknown `key` may mean, best first."""
     # A name with a dot means a setting, and the sections would only take the place of better guesses.

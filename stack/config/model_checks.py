@@ -8,11 +8,13 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, TypeGuard
 
 from stack.config import derive
 from stack.config.chat_checks import is_supervised
 from stack.config.data_checks import WITHOUT_TEXT, sources_of
-from stack.config.schema import RunConfig
+from stack.config.ranges import Range
+from stack.config.schema import ModelConfig, RunConfig
 from stack.errors import Fault
 
 ATTENTION = ("sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
@@ -25,12 +27,108 @@ SMALLEST_VOCABULARY = 257
 """Tokens of a byte-level BPE without a single merge: 256 bytes and the end of text."""
 
 
-def model_faults(cfg: RunConfig, device: str | None) -> Iterator[Fault]:
-    """device: "cpu", "cuda" or None where it is not known yet."""
+def is_count(value: object) -> TypeGuard[int]:
+    """A whole number above 0; true is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_number(value: object, least: float) -> bool:
+    """Finite, `least` or more."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value < math.inf
+
+
+COUNT = Range(is_count, "a whole number above 0")
+COUNT_OR_NULL = Range(lambda value: value is None or is_count(value), "a whole number above 0, or null")
+COUNTS = Range(
+    lambda value: is_count(value) or (isinstance(value, list) and bool(value) and all(map(is_count, value))),
+    "a whole number above 0, or a list of them",
+)
+SECTION = Range(lambda value: value is None or isinstance(value, dict), "a section of settings, or null")
+BASE = Range(
+    lambda value: (
+        value is None or all(_is_number(one, 1) for one in (value if isinstance(value, list) else [value]))
+    ),
+    "a number of at least 1, or a list of them, or null",
+)
+
+FIELDS: dict[str, tuple[Range, object]] = {
+    "num_attention_heads": (COUNT, 32),
+    "num_key_value_heads": (COUNT_OR_NULL, 8),
+    "num_hidden_layers": (COUNT, 36),
+    "hidden_size": (COUNT, 4096),
+    "intermediate_size": (COUNTS, 12288),
+    "vocab_size": (COUNT, 151936),
+    "max_position_embeddings": (COUNT, 40960),
+    "head_dim": (COUNT_OR_NULL, 128),
+    "rope_theta": (BASE, 1000000),
+    "rope_scaling": (SECTION, "{rope_type:yarn,factor:4}"),
+    "rope_parameters": (SECTION, "{rope_type:yarn,factor:4}"),
+}
+"""Fields of a Hugging Face config that are read before the model is built -> their range where given, and an example."""
+
+ROPE_FIELDS: dict[str, tuple[Range, object]] = {
+    "factor": (Range(lambda value: _is_number(value, 1), "a number of at least 1"), 4),
+    "original_max_position_embeddings": (
+        Range(lambda value: value is None or _is_number(value, 1), "a number of at least 1, or null"),
+        32768,
+    ),
+    "rope_theta": (BASE, 1000000),
+}
+"""Of a rotary section, or of one in it for a kind of layer."""
+
+WITHOUT_FACTOR = ("default", "yarn", "longrope", "su", "proportional")
+"""Kinds of rotary embedding whose factor may be null: transformers then takes it from the lengths, or needs none."""
+
+WITHOUT_WIDTH = ("gpt_neo", "rwkv", "zamba2")
+"""`model_type`s whose `intermediate_size` may be null: transformers then takes a multiple of the hidden size."""
+
+
+def architecture_faults(model: ModelConfig) -> Iterator[Fault]:
+    """Fields of the model's config that cannot be what they say. While there are any, no check may read them."""
+    fields = derive.architecture(model)
+    for name, (allowed, example) in FIELDS.items():
+        if name not in fields or allowed.holds(fields[name]):
+            continue
+        if name == "intermediate_size" and fields[name] is None and fields.get("model_type") in WITHOUT_WIDTH:
+            continue
+        yield field_fault(model, name, fields[name], allowed.want, example)
+    for section in ("rope_scaling", "rope_parameters"):
+        yield from _rope_faults(model, section, fields.get(section))
+    heads, kv_heads = fields.get("num_attention_heads"), fields.get("num_key_value_heads")
+    if is_count(heads) and is_count(kv_heads) and heads % kv_heads:
+        want = f"a divisor of the {heads} attention heads, which share them equally"
+        near = max(number for number in range(1, min(heads, kv_heads) + 1) if heads % number == 0)
+        yield field_fault(model, "num_key_value_heads", kv_heads, want, near)
+
+
+def _rope_faults(model: ModelConfig, section: str, rope: Any) -> Iterator[Fault]:
+    if not isinstance(rope, dict):
+        return
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    for name, (allowed, example) in ROPE_FIELDS.items():
+        value = rope.get(name)
+        free = value is None and (name not in rope or (name == "factor" and kind in WITHOUT_FACTOR))
+        if not free and not allowed.holds(value):
+            yield field_fault(model, f"{section}.{name}", value, allowed.want, example)
+    for layers, part in rope.items():
+        yield from _rope_faults(model, f"{section}.{layers}", part)
+
+
+def field_fault(model: ModelConfig, name: str, got: object, want: str, example: object) -> Fault:
+    """Of a field of the model's config, wherever that came from."""
+    if derive.architecture(model) is model.architecture:
+        key = f"model.architecture.{name}"
+        return Fault(key, got, want, f"e.g. {key}={example}")
+    whose = f"a config.json whose {name} is {want}, not {got!r}"
+    return Fault("model.path", model.path, whose, f"mend the file, e.g. {name}: {example}")
+
+
+def model_faults(cfg: RunConfig, device: str | None, sound: bool) -> Iterator[Fault]:
+    """device: "cpu", "cuda" or None where it is not known yet. sound: there are no `architecture_faults`."""
     yield from _source(cfg)
-    yield from _positions(cfg)
+    yield from _positions(cfg, sound)
     yield from _attention(cfg, device)
-    yield from _tokens(cfg)
+    yield from _tokens(cfg, sound)
 
 
 def _source(cfg: RunConfig) -> Iterator[Fault]:
@@ -57,14 +155,17 @@ def _has_config(path: str) -> bool:
     return (Path(path).expanduser() / "config.json").is_file()
 
 
-def _positions(cfg: RunConfig) -> Iterator[Fault]:
+def _positions(cfg: RunConfig, sound: bool) -> Iterator[Fault]:
     model, rope, seq_len = cfg.model, cfg.model.rope, cfg.data.seq_len
     stretched = rope.scaling not in ("none", "checkpoint")
     if rope.factor is not None and not stretched:
         want = f"no factor, since model.rope.scaling={rope.scaling} takes none"
         fix = "model.rope.scaling=yarn, or model.rope.factor=null"
         yield Fault("model.rope.factor", rope.factor, want, fix)
+    if not sound:
+        return
     theta = derive.rope_parameters(derive.architecture(model)).get("rope_theta")
+    theta = None if isinstance(theta, list) else theta  # a list has one for each layer
     if rope.theta and theta and model.init == "pretrained" and not math.isclose(rope.theta, theta):
         want = f"the base that the weights were trained with, {theta:g}"
         yield Fault("model.rope.theta", rope.theta, want, "model.rope.theta=null")
@@ -108,7 +209,7 @@ def _attention(cfg: RunConfig, device: str | None) -> Iterator[Fault]:
         yield Fault(key, name, want, f"{key}=sdpa, or engine.precision=bf16")
 
 
-def _tokens(cfg: RunConfig) -> Iterator[Fault]:
+def _tokens(cfg: RunConfig, sound: bool) -> Iterator[Fault]:
     model, data, key = cfg.model, cfg.data, "data.train_tokenizer"
     if data.train_tokenizer:
         if data.source in WITHOUT_TEXT:
@@ -120,7 +221,7 @@ def _tokens(cfg: RunConfig) -> Iterator[Fault]:
             want = f"false beside model.tokenizer={model.tokenizer}: one of the two gives the tokens"
             yield Fault(key, True, want, f"{key}=false, or model.tokenizer=null")
         room = model.architecture.get("vocab_size")
-        if not model.path and room and data.vocab_size > room:
+        if sound and not model.path and room and data.vocab_size > room:
             want = f"at most {room}, the vocabulary of the model"
             fix = f"data.vocab_size={room}, or model.architecture.vocab_size={data.vocab_size}"
             yield Fault("data.vocab_size", data.vocab_size, want, fix)

@@ -17,6 +17,17 @@ from stack.errors import LaunchError
 DEFAULT_PORT = 29500  # what deepspeed and torchrun take when no port is given
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 RANK_KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+OTHER_STARTERS = {
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "PMI_SIZE": "mpirun",
+    "MV2_COMM_WORLD_SIZE": "mpirun",
+    "JSM_NAMESPACE_SIZE": "jsrun",
+    "FLUX_JOB_SIZE": "flux run",
+}
+"""Number of processes, as starters say it whose variables are not read: each of theirs would be taken for a whole run."""
+
+NOT_OF_SRUN = ("batch", "extern", "interactive")
+"""Slurm's names of steps that srun did not start."""
 
 
 ALLOCATOR_KEYS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -71,10 +82,10 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv:
         return _from_rank_variables(environ, in_step)
     if in_step:
         return _from_srun(environ)
-    for key in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        if int(environ.get(key, "1")) > 1:
+    for key, starter in OTHER_STARTERS.items():
+        if environ.get(key) and _integer(environ, key) > 1:
             raise LaunchError(
-                f"{key}={environ[key]} but no RANK: mpirun alone is not supported. Fix: start with deepspeed, torchrun or "
+                f"{key}={environ[key]} but no RANK: {starter} alone is not supported. Fix: start with deepspeed, torchrun or "
                 "srun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each process"
             )
     return RankEnv(0, 1, 0, 1, "127.0.0.1", _free_port(), "plain")
@@ -140,10 +151,10 @@ def _in_srun_step(environ: Mapping[str, str]) -> bool:
     """
     if "SLURM_PROCID" not in environ:
         return False
-    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
-    if step is None:
+    key = next((key for key in ("SLURM_STEP_ID", "SLURM_STEPID") if environ.get(key)), None)
+    if key is None:
         return environ.get("ENVIRONMENT") != "BATCH"
-    return int(step) < 2**32 - 16
+    return environ[key] not in NOT_OF_SRUN and _integer(environ, key) < 2**32 - 16
 
 
 def _num_tasks(environ: Mapping[str, str]) -> int:
@@ -192,7 +203,9 @@ def _srun_port(environ: Mapping[str, str], world: int) -> int:
         raise LaunchError(
             "SLURM_JOB_ID and MASTER_PORT are both missing. Fix: export MASTER_PORT in the batch script"
         )
-    restart, step = int(environ.get("SLURM_RESTART_COUNT") or 0), int(environ.get("SLURM_STEP_ID") or 0)
+    restart, step = (
+        _integer(environ, key) if environ.get(key) else 0 for key in ("SLURM_RESTART_COUNT", "SLURM_STEP_ID")
+    )
     return 20000 + (_integer(environ, job_key) + 1000 * restart + 97 * step) % 10000
 
 
@@ -205,8 +218,9 @@ def _tasks_on_this_node(environ: Mapping[str, str], world: int, num_nodes: int) 
         # "2(x3),1": three nodes with two tasks each, then one with one
         parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in counts.split(",")]
         spread = [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]
-        if all(parts) and sum(spread) == world and int(node) < len(spread):
-            return spread[int(node)]
+        place = _integer(environ, "SLURM_NODEID")
+        if all(parts) and sum(spread) == world and place < len(spread):
+            return spread[place]
     if environ.get("SLURM_NTASKS_PER_NODE"):
         return _integer(environ, "SLURM_NTASKS_PER_NODE")
     raise LaunchError(

@@ -190,8 +190,10 @@ def _largest_shard(cfg: RunConfig, world: int) -> int:
     fields = derive.architecture(cfg.model)
     vocab, hidden = fields.get("vocab_size", 0), fields.get("hidden_size", 0)
     experts = fields.get("num_experts") or fields.get("num_local_experts") or 0
-    width = fields.get("moe_intermediate_size") or fields.get("intermediate_size", 0)
-    largest = max(vocab * hidden, fields.get("intermediate_size", 0) * hidden, experts * 2 * width * hidden)
+    dense = fields.get("intermediate_size") or 4 * hidden  # null is four times the hidden size
+    dense = max(dense) if isinstance(dense, list) else dense
+    width = fields.get("moe_intermediate_size") or dense
+    largest = max(vocab * hidden, dense * hidden, experts * 2 * width * hidden)
     # Unknown sizes get DeepSpeed's default of 1e8; two further elements a rank are room for padding.
     return math.ceil(largest / world) + 2 if largest else 10**8
 

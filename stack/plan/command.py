@@ -54,14 +54,19 @@ class Request:
 
 def read_arguments(arguments: Sequence[str]) -> Request:
     """Raises ConfigError with every fault in the words that are not overrides."""
-    words, rest = {}, []
+    words: dict[str, str] = {}
+    rest: list[str] = []
+    faults: list[Fault] = []
     for text in arguments:
         name, equals, value = text.partition("=")
         if name in WORDS and equals:
+            if name in words:
+                want = f"a word given once: {name}={words[name]} stands before it"
+                faults.append(Fault(name, value, want, "leave one of them out"))
             words[name] = value
         else:
             rest.append(text)
-    faults = [
+    faults += [
         Fault(name, words[name], "true or false", f"{name}=true")
         for name in ("exact", "levers", "probe")
         if words.get(name, "true").lower() not in ("true", "false")
@@ -110,11 +115,12 @@ def _document_lengths(given: str) -> tuple[int, ...]:
     if not re.fullmatch(r"[\d,]+", given):
         try:
             text = Path(given).expanduser().read_text(encoding="utf-8")
-        except OSError as error:
-            want = f"a file of lengths, or lengths with commas between ({error.strerror})"
+        except (OSError, UnicodeDecodeError) as error:
+            cause = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+            want = f"a file of lengths, or lengths with commas between ({cause})"
             raise ConfigError([Fault("documents", given, want, "documents=1200,53000")]) from error
     words = text.replace(",", " ").split()
-    if not words or not all(word.isdigit() and int(word) > 0 for word in words):
+    if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
         want = "lengths in tokens, one a line or with commas between"
         raise ConfigError([Fault("documents", given, want, "documents=1200,53000")])
     return tuple(int(word) for word in words)
@@ -176,6 +182,7 @@ def _with_exact(
     counted.memory.communication_bytes = mine.memory.communication_bytes
     counted.memory.overhead_bytes = mine.memory.overhead_bytes
     counted.host.buffer_bytes = counted.host.buffer_bytes or mine.host.buffer_bytes
+    counted.host.checkpoint_copy_bytes = mine.host.checkpoint_copy_bytes
     counted.host.ranks_a_node = mine.host.ranks_a_node
     return verdict(counted, run.machine) if abs(apart) > APART else closed, counted
 

@@ -151,11 +151,35 @@ def _deepspeed_numbers(cfg: RunConfig) -> dict[str, Any]:
     if faults:
         raise ConfigError(faults)
     found: dict[str, Any] = dict(DEEPSPEED)
-    for path, value in [*leaves(base), *leaves(cfg.engine.overrides)]:
-        name = path.rsplit(".", 1)[-1]
-        if (name in DEEPSPEED or name == "communication_data_type") and value != "auto":
-            found[name] = int(value) if name in DEEPSPEED else value
+    for from_file, tree in ((True, base), (False, cfg.engine.overrides)):
+        for path, value in leaves(tree):
+            name = path.rsplit(".", 1)[-1]
+            if value == "auto":
+                continue
+            if name == "communication_data_type":
+                found[name] = value
+            elif name in DEEPSPEED:
+                number = _elements(value)
+                found[name] = number
+                if number is None:
+                    file = cfg.engine.ds_config or derive.ds_config_file(cfg.engine)
+                    key = path if from_file else f"engine.overrides.{path}"
+                    want = "a whole number of elements, 0 or more" + (f", in {file}" if from_file else "")
+                    faults.append(Fault(key, value, want, f"{key}={DEEPSPEED[name]}"))
+    if faults:
+        raise ConfigError(faults)
     return found
+
+
+def _elements(value: object) -> int | None:
+    """None for what is no such number."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = int(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if number >= 0 else None
 
 
 def _not_modelled(cfg: RunConfig, shape: Shape) -> list[str]:

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from stack.config import derive
+from stack.config.model_checks import FIELDS, architecture_faults, field_fault, is_count
 from stack.config.schema import ModelConfig
 from stack.errors import ConfigError, Fault
 from stack.models.registry import family_of
@@ -93,6 +94,8 @@ def read_shape(model: ModelConfig) -> Shape:
         want = "layers that are all alike, without attention dropout"
         fix = "python launch/plan.py exact=true ..., which runs the model itself"
         raise ConfigError([Fault("model.architecture", family, want, fix)])
+    if faults := _faults(model, fields):
+        raise ConfigError(faults)
     heads, hidden = fields["num_attention_heads"], fields["hidden_size"]
     head_norms = family.startswith("qwen3")
     shape = Shape(
@@ -124,6 +127,34 @@ def _unknown(model: ModelConfig, fields: dict[str, Any]) -> Fault:
     return Fault("model.architecture.model_type", fields.get("model_type"), want, fix)
 
 
+EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+"""What a model with experts has to say, with an example."""
+
+
+def _faults(model: ModelConfig, fields: dict[str, Any]) -> list[Fault]:
+    """Fields that are left out, whose defaults only transformers knows, or that cannot be counted with."""
+    found = list(architecture_faults(model))
+    experts, width = bool(fields.get("num_experts")), fields.get("intermediate_size")
+    needed = ["num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"]
+    for name in needed if experts else [*needed, "intermediate_size"]:
+        if name not in fields:
+            want = "a whole number above 0, which the forecast needs"
+            found.append(field_fault(model, name, None, want, FIELDS[name][1]))
+    for name, example in EXPERTS.items() if experts else ():
+        if not is_count(fields.get(name)):
+            found.append(field_fault(model, name, fields.get(name), "a whole number above 0", example))
+    if isinstance(width, list) and not experts:
+        found.append(field_fault(model, "intermediate_size", width, "one number, as layers are alike", 12288))
+    heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")
+    if not fields.get("head_dim") and is_count(heads) and is_count(hidden) and hidden % heads:
+        want = f"a multiple of the {heads} attention heads, as no head_dim is given"
+        found.append(field_fault(model, "hidden_size", hidden, want, heads * 64))
+    for name, example in (("sliding_window", 4096), ("max_window_layers", 28)):
+        if not (fields.get(name) in (None, 0) or is_count(fields[name])):
+            found.append(field_fault(model, name, fields[name], "a whole number", example))
+    return found
+
+
 def _windows(fields: dict[str, Any]) -> tuple[int | None, ...]:
     """Sliding windows by layer, as transformers reads them."""
     layers, window = fields["num_hidden_layers"], fields.get("sliding_window")
@@ -133,7 +164,7 @@ def _windows(fields: dict[str, Any]) -> tuple[int | None, ...]:
         return (window,) * layers
     if not fields.get("use_sliding_window"):
         return (None,) * layers
-    first = fields.get("max_window_layers", 28)
+    first = fields["max_window_layers"] if fields.get("max_window_layers") is not None else 28
     return tuple(window if layer >= first else None for layer in range(layers))
 
 

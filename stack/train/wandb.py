@@ -169,13 +169,12 @@ def wandb_mode(log: LogConfig, environ: Mapping[str, str]) -> str:
     """`online`, `offline` or `disabled`. `auto` follows WANDB_MODE, else a key in the environment or from `wandb login`."""
     if log.wandb != "auto":
         return log.wandb
-    if environ.get("WANDB_DISABLED", "").lower() in ("true", "1") or environ.get("WANDB_MODE") in (
-        "disabled",
-        "dryrun",
-    ):
+    given = environ.get("WANDB_MODE")
+    if environ.get("WANDB_DISABLED", "").lower() in ("true", "1") or given == "disabled":
         return "disabled"
-    if environ.get("WANDB_MODE"):
-        return "offline" if environ["WANDB_MODE"] == "offline" else "online"
+    if given:
+        # dryrun is W&B's older word for offline.
+        return "offline" if given in ("offline", "dryrun") else "online"
     return "online" if environ.get("WANDB_API_KEY") or _key_in_netrc(environ) else "offline"
 
 

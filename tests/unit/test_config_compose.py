@@ -126,6 +126,40 @@ def test_open_sections_take_any_name() -> None:
     assert cfg.model.freeze == ["*norm*"]
 
 
+@pytest.mark.parametrize("sign", ["", "+", "++"])
+def test_open_sections_take_a_whole_section(sign: str) -> None:
+    cfg = compose_config(
+        [
+            "+exp=quickstart",
+            f"{sign}engine.overrides={{zero_optimization:{{reduce_bucket_size:1000}},x:{{}}}}",
+            f"{sign}engine.overrides={{zero_optimization:{{sub_group_size:7}}}}",
+            f"{sign}data.template_variables={{enable_thinking:false,date:'26 July, 2024',n.m:null}}",
+            f"{sign}cluster.environment={{A:b,C:'1'}}",
+            f"{sign}model.architecture={{brand_new:[1,{{deep:'a: b'}}],rope_theta:5}}",
+        ],
+        strict=False,
+    )
+    assert cfg.engine.overrides == {
+        "zero_optimization": {"reduce_bucket_size": 1000, "sub_group_size": 7},
+        "x": {},
+    }
+    assert cfg.data.template_variables == {"enable_thinking": False, "date": "26 July, 2024", "n.m": None}
+    assert cfg.cluster.environment == {"A": "b", "C": "1"}
+    fields = cfg.model.architecture
+    assert (fields["brand_new"], fields["rope_theta"], fields["hidden_size"]) == (
+        [1, {"deep": "a: b"}],
+        5,
+        256,
+    )
+
+
+def test_an_open_section_is_a_section() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.overrides=None: expected a section of named settings"):
+        compose_config(["+exp=quickstart", "engine.overrides=null"])
+    with pytest.raises(ConfigError, match="every setting has a value"):
+        compose_config(["+exp=quickstart", "~engine.overrides"])
+
+
 def test_a_folder_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "exp").mkdir()
     lines = ["# @package _global_", "defaults: [override /model: micro, _self_]", "name: mine"]
@@ -164,6 +198,7 @@ def _start(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[st
         (["--help"], 0, "deepspeed launch/train.py +exp=NAME"),
         (["--cfg", "job", "+exp=qwen3_1m", "model=llama3_8b"], 0, "model_type: llama"),
         (["--info", "defaults-tree"], 0, "schema"),
+        (["--cfg", "job", "+exp=tiny_cpu", "cluster.environment={A:b}"], 0, "A: b"),
         (["--local_rank=0", "+exp=quickstart", "optim.lrr=1"], 1, "did you mean optim.lr"),
         (["--local-rank", "0", "+exp=quikstart", "a=1"], 1, "did you mean quickstart"),
         (["--cfg", "job", "optim.lrr=1"], 1, "did you mean optim.lr"),

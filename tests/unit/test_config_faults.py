@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 
 from stack.config.checks import check, schedule_faults
 from stack.config.compose import compose_config
-from stack.config.schema import RunConfig
+from stack.config.model_checks import architecture_faults
+from stack.config.schema import ModelConfig, RunConfig
 from stack.errors import ConfigError, Fault
 
 BASE = "+exp=quickstart"
@@ -192,6 +194,89 @@ def test_all_faults_come_at_once() -> None:
 def test_a_value_is_complained_about_once() -> None:
     faults = _faults([BASE, "parallel.sp=-2", "schedule.steps=-5"], world=2)
     assert sorted(fault.key for fault in faults) == ["parallel.sp", "schedule.steps"]
+
+
+# A field of the quickstart's model -> its key in the fault, and a part of the message.
+WRONG_FIELDS: list[tuple[str, str, str]] = [
+    ("num_attention_heads=four", "num_attention_heads", "above 0"),
+    ("num_attention_heads=0", "num_attention_heads", "above 0"),
+    ("num_attention_heads=true", "num_attention_heads", "above 0"),
+    ("num_key_value_heads=0", "num_key_value_heads", "above 0, or null"),
+    ("num_key_value_heads=3", "num_key_value_heads", "num_key_value_heads=2"),
+    ("num_hidden_layers=0", "num_hidden_layers", "above 0"),
+    ("num_hidden_layers=two", "num_hidden_layers", "above 0"),
+    ("num_hidden_layers=2.5", "num_hidden_layers", "whole number"),
+    ("hidden_size=null", "hidden_size", "above 0"),
+    ("intermediate_size=0", "intermediate_size", "above 0"),
+    ("intermediate_size=null", "intermediate_size", "above 0"),
+    ("intermediate_size=[]", "intermediate_size", "a list of them"),
+    ("vocab_size=5k", "vocab_size", "above 0"),
+    ("max_position_embeddings=big", "max_position_embeddings", "above 0"),
+    ("head_dim=-8", "head_dim", "above 0, or null"),
+    ("rope_theta=big", "rope_theta", "a number"),
+    ("rope_scaling=yarn", "rope_scaling", "a section of settings"),
+    ("rope_parameters=[1]", "rope_parameters", "a section of settings"),
+    ("rope_scaling={type:yarn,factor:four}", "rope_scaling.factor", "at least 1"),
+    ("rope_scaling={type:linear,factor:0}", "rope_scaling.factor", "at least 1"),
+    ("rope_scaling={type:linear,factor:null}", "rope_scaling.factor", "at least 1"),
+    ("rope_scaling={type:linear,factor:inf}", "rope_scaling.factor", "at least 1"),
+    (
+        "rope_parameters={rope_type:yarn,factor:2,original_max_position_embeddings:no}",
+        "rope_parameters.original_max_position_embeddings",
+        "at least 1",
+    ),
+    (
+        "rope_parameters={full_attention:{rope_type:linear,factor:0}}",
+        "rope_parameters.full_attention.factor",
+        "at least 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("field", "key", "fragment"), WRONG_FIELDS, ids=[row[0] for row in WRONG_FIELDS])
+@pytest.mark.parametrize(
+    "more", [[], ["model.init=pretrained", "model.path=some/model", "model.rope.theta=5"]]
+)
+def test_a_wrong_field_of_the_model_is_told_beside_the_other_faults(
+    field: str, key: str, fragment: str, more: list[str]
+) -> None:
+    faults = _faults([BASE, f"model.architecture.{field}", "optim.lr=0", *more], world=2)
+    (hit,) = [fault for fault in faults if fault.key.startswith("model.architecture")]
+    assert hit.key == f"model.architecture.{key}" and fragment in str(hit)
+    assert "optim.lr" in {fault.key for fault in faults}
+
+
+def test_a_wrong_field_of_a_model_folder_names_its_file(tmp_path: Path) -> None:
+    fields = {"model_type": "qwen3", "num_attention_heads": "four", "rope_scaling": "yarn"}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    faults = _faults([BASE, f"model.path={tmp_path}"], world=2)
+    assert [fault.key for fault in faults] == ["model.path", "model.path"]
+    assert "config.json whose num_attention_heads is a whole number above 0, not 'four'" in str(faults[0])
+
+
+PER_LAYER = {"rope_type": "default", "rope_theta": 10000.0}
+
+# Of configs as they are published, or as transformers writes them.
+SOUND_FIELDS: dict[str, dict[str, object]] = {
+    "nothing": {},
+    "no heads of their own": {"num_attention_heads": 8, "num_key_value_heads": None, "head_dim": None},
+    "Llama 3.1": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}},
+    "Gemma 3": {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "head_dim": 256, "num_attention_heads": 10},
+    "Gemma 3n": {"intermediate_size": [16384] * 3},
+    "Phi": {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
+    "a factor to be worked out": {"rope_parameters": {"rope_type": "yarn", "factor": None}},
+    "DeepSeek": {"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "original_max_position_embeddings": 4096}},
+    "GPT-NeoX": {"num_attention_heads": 64, "hidden_size": 6144, "rotary_pct": 0.25, "rope_scaling": None},
+    "GPT-Neo": {"model_type": "gpt_neo", "intermediate_size": None},
+    "by kind of layer": {"rope_parameters": {"full_attention": PER_LAYER, "sliding_attention": PER_LAYER}},
+    "a kind without": {"rope_parameters": {"full_attention": None, "sliding_attention": PER_LAYER}},
+    "a base for each layer": {"rope_theta": [10000.0, 5000000.0]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SOUND_FIELDS)
+def test_what_models_are_published_with_is_no_fault(case: str) -> None:
+    assert list(architecture_faults(ModelConfig(architecture=SOUND_FIELDS[case]))) == []
 
 
 @pytest.mark.parametrize(

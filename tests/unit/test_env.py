@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from stack.dist.env import RankEnv, apply_rank_env, read_rank_env, use_growing_segments
 from stack.dist.failure import clear_errors
 from stack.dist.node_list import expand_node_list
+from stack.dist.topology import select_device
 from stack.errors import LaunchError
 
 RANK_1_OF_2 = {
@@ -77,9 +80,13 @@ def test_launchers(environ: dict[str, str], expected: RankEnv) -> None:
         BATCH,
         {key: value for key, value in BATCH.items() if key not in ("SLURM_PROCID", "ENVIRONMENT")},
         BATCH | {"ENVIRONMENT": "", "SLURM_STEP_ID": "4294967290"},
+        BATCH | {"ENVIRONMENT": "", "SLURM_STEP_ID": "batch"},
+        BATCH | {"SLURM_STEP_ID": ""},
+        {"OMPI_COMM_WORLD_SIZE": "", "PMI_SIZE": "1"},
     ],
-    ids=["nothing", "address alone", "sbatch shell", "salloc shell", "interactive step"],
-)
+    ids=["nothing", "address alone", "sbatch shell", "salloc shell", "interactive step", "named step", "empty step",
+         "empty size"],
+)  # fmt: skip
 def test_one_plain_process(environ: dict[str, str]) -> None:
     env = read_rank_env(environ)
     assert (env.rank, env.world, env.local_rank, env.local_world, env.launcher) == (0, 1, 0, 1, "plain")
@@ -115,6 +122,13 @@ def test_two_jobs_of_the_deepspeed_launcher_do_not_share_its_default_port() -> N
         (TASK_2 | {"SLURM_JOB_ID": ""}, ["SLURM_JOB_ID", "MASTER_PORT"]),
         (TASK_2 | {"SLURM_STEP_TASKS_PER_NODE": "2"}, ["SLURM_STEP_TASKS_PER_NODE='2'"]),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, ["OMPI_COMM_WORLD_SIZE=2", "mpirun"]),
+        ({"OMPI_COMM_WORLD_SIZE": "two"}, ["OMPI_COMM_WORLD_SIZE='two'", "a whole number"]),
+        ({"MV2_COMM_WORLD_SIZE": "2"}, ["MV2_COMM_WORLD_SIZE=2", "mpirun"]),
+        ({"JSM_NAMESPACE_SIZE": "6"}, ["JSM_NAMESPACE_SIZE=6", "jsrun"]),
+        ({"FLUX_JOB_SIZE": "8"}, ["FLUX_JOB_SIZE=8", "flux run"]),
+        (TASK_2 | {"SLURM_STEP_ID": "first"}, ["SLURM_STEP_ID='first'", "a whole number"]),
+        (TASK_2 | {"SLURM_RESTART_COUNT": "once"}, ["SLURM_RESTART_COUNT='once'"]),
+        (TASK_2 | {"SLURM_NODEID": "a"}, ["SLURM_NODEID='a'"]),
     ],
 )  # fmt: skip
 def test_partial_or_contradictory_variables_are_named(environ: dict[str, str], names: list[str]) -> None:
@@ -179,3 +193,24 @@ def test_the_allocator_grows_its_segments_unless_the_user_says_otherwise() -> No
     own = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}
     use_growing_segments(own)
     assert own == {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "visible", "index"),
+    [("srun", 1, 0), ("srun", 4, 3), ("deepspeed", 4, 3), ("torchrun", 1, None)],
+)
+def test_a_task_that_sees_one_gpu_tells_deepspeed_so(
+    launcher: Any, visible: int, index: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed takes its device from LOCAL_RANK."""
+    chosen: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    env = RankEnv(3, 4, 3, 4, "127.0.0.1", 1, launcher)
+    if index is None:
+        with pytest.raises(LaunchError, match="local rank 3 has no GPU: 1 visible"):
+            select_device(env, "cuda")
+        return
+    assert select_device(env, "cuda") == torch.device("cuda", index)
+    assert chosen == [index] and os.environ["LOCAL_RANK"] == str(index)

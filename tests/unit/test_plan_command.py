@@ -173,14 +173,37 @@ def test_the_exact_count_is_believed_where_the_tiers_differ(tmp_path: Path) -> N
         (["site.gemm_share=0"], "site.gemm_share"),
         (["--config-dir", "/no/such/folder"], "config-dir"),
         (["search=max_seq", "sweep=seq:4096"], "sweep"),
+        (
+            ["search=min_gpus", "search=max_seq"],
+            "search='max_seq': expected a word given once: search=min_gpus",
+        ),
         (["exact=maybe"], "exact"),
         (["layers=few"], "layers"),
         (["documents=1,x"], "documents"),
+        (["documents=DOCUMENTS"], "no UTF-8 text"),
+        (
+            ["model.architecture.num_hidden_layers=two"],
+            "num_hidden_layers='two': expected a whole number above 0",
+        ),
+        (["model.architecture.num_hidden_layers=0"], "num_hidden_layers=0: expected a whole number above 0"),
+        (
+            ["engine.overrides.zero_optimization.stage3_max_live_parameters=lots"],
+            "parameters='lots': expected a whole",
+        ),
+        (
+            ["engine.overrides={zero_optimization:{sub_group_size:null}}"],
+            "sub_group_size=None: expected a whole",
+        ),
+        (["engine.ds_config=FILE"], "prefetch_bucket_size=True: expected a whole number .*FILE"),
         (["calibration=nowhere"], "calibration"),
         (["memory.mlp_tiles=3"], "memory.mlp_tiles"),
     ],
 )
-def test_wrong_words_are_told(words: list[str], key: str) -> None:
+def test_wrong_words_are_told(words: list[str], key: str, tmp_path: Path) -> None:
+    (tmp_path / "DOCUMENTS").write_bytes(b"\xff\xfe1\x00")
+    (tmp_path / "FILE").write_text('{"zero_optimization": {"stage3_prefetch_bucket_size": true}}')
+    files = {f"={name}": f"={tmp_path / name}" for name in ("DOCUMENTS", "FILE")}
+    words = [text.replace(*pair) for text in words for pair in files.items() if pair[0] in text] or words
     with pytest.raises(ConfigError, match=key):
         _told(*words)
 

@@ -21,6 +21,12 @@ ALIKE = (
 )  # fmt: skip
 
 
+SOUND = {
+    "model_type": "qwen2", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
 def _small(name: str) -> ModelConfig:
     """Two layers of a ready model, without weights."""
     fields = dict(dict(preset("model", name))["architecture"]) | {"num_hidden_layers": 2}
@@ -49,10 +55,7 @@ def test_a_ready_model_has_the_built_ones_numbers(name: str) -> None:
 
 
 def test_biases_windows_and_frozen_parameters() -> None:
-    fields = {
-        "model_type": "qwen2", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1,
-    }  # fmt: skip
+    fields = SOUND | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
     import torch
 
     cfg = ModelConfig(init="scratch", architecture=fields, freeze=["*norm*"])
@@ -73,6 +76,15 @@ def test_a_tied_head_is_frozen_under_either_name() -> None:
         ({"model_type": "gpt_neox", "hidden_size": 8}, "model_type"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "alike"),
         ({}, "can be read"),
+        (SOUND | {"num_hidden_layers": 0}, "num_hidden_layers=0: expected a whole number above 0"),
+        (SOUND | {"num_hidden_layers": "two"}, "num_hidden_layers='two'"),
+        ({key: value for key, value in SOUND.items() if key != "hidden_size"}, "hidden_size=None"),
+        (SOUND | {"hidden_size": 30}, "hidden_size=30: expected a multiple of the 4 attention heads"),
+        (SOUND | {"num_experts": 4}, "num_experts_per_tok=None"),
+        (SOUND | {"num_experts": "few"}, "num_experts='few'"),
+        (SOUND | {"intermediate_size": [64, 32]}, "one number"),
+        (SOUND | {"sliding_window": "wide"}, "sliding_window='wide'"),
+        (SOUND | {"rope_scaling": "yarn"}, "rope_scaling='yarn'"),
     ],
 )
 def test_what_is_not_known_is_refused(fields: dict[str, object], want: str) -> None:

@@ -203,6 +203,7 @@ NETRC = "machine api.wandb.ai login user password {}\n".format("0" * 40)
         ("auto", {"WANDB_BASE_URL": "https://wandb.example.org"}, NETRC, "offline"),
         ("auto", {}, "not a netrc", "offline"),
         ("auto", {"WANDB_API_KEY": "k", "WANDB_MODE": "offline"}, "", "offline"),
+        ("auto", {"WANDB_API_KEY": "k", "WANDB_MODE": "dryrun"}, "", "offline"),
         ("auto", {"WANDB_MODE": "online"}, "", "online"),
         ("auto", {"WANDB_MODE": "disabled", "WANDB_API_KEY": "k"}, "", "disabled"),
         ("online", {"WANDB_MODE": "offline"}, "", "online"),
