@@ -42,6 +42,7 @@ OVERRIDES = [
     "memory=plain",
     "data.seq_len=128",
     "data.eval_fraction=0.1",
+    "data.workers=2",
     f"schedule.steps={STEPS}",
     "schedule.warmup_steps=3",
     "checkpoint.every=2",
