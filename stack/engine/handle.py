@@ -211,7 +211,11 @@ class Engine:
     def load(self, folder: Path, tag: str) -> dict[str, Any]:
         """Read what `capture` gave, once written, at the same number of ranks and stage. Returns the client state."""
         groups = self._engine.optimizer.param_groups
-        asked = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        # The rate stays the saved one until the schedule sets the next step's: a run that stopped behind its last step, and
+        # saves again without another, would else write the peak rate.
+        asked = [
+            {key: value for key, value in group.items() if key not in ("params", "lr")} for group in groups
+        ]
         path, client_state = self._engine.load_checkpoint(str(folder), tag=tag)
         if path is None:
             raise CheckpointError(f"DeepSpeed found no checkpoint {tag!r} in {folder}")

@@ -21,13 +21,15 @@ def next_step(folder: str, saved: str, stage: int, weight_decay: float) -> dict[
     """Weights one step behind a checkpoint of a run with weight decay 0.1."""
     topology, text = topology_of(1), make_steps("one document")
     cfg = config_of(ParityCase("1", stage, 1, "none", False, ""), folder)
-    cfg = replace(cfg, optim=replace(cfg.optim, name="adamw", lr=0.1, weight_decay=0.1))
+    cfg = replace(cfg, optim=replace(cfg.optim, name="adamw", lr=0.3, weight_decay=0.1))
     engine = assemble(cfg, topology)
     one_step(engine, topology, text[0], 0.1)
     save_now(engine, Path(saved), "first", {"step": 1})
     engine.close()
     engine = assemble(replace(cfg, optim=replace(cfg.optim, weight_decay=weight_decay)), topology)
     assert engine.load(Path(saved), "first")["step"] == 1
+    # Not the peak of the settings: what is saved again before another step is what was saved.
+    assert {group["lr"] for group in engine._engine.optimizer.param_groups} == {0.1}
     one_step(engine, topology, text[1], 0.1)
     weights = weights_of(engine)
     engine.close()
