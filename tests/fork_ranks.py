@@ -1,7 +1,9 @@
 """Rank processes by fork from one that has imported what ranks need: 0.1 s each, where a new interpreter takes 5 to 10 s.
 
-The process they come from is started once, runs no test, and so has no state but that of the imports, which every rank has.
-Its environment is that of CPU ranks; what libraries read from it as they are imported cannot differ between ranks.
+The process they come from is started once and runs no test: its state is that of the imports, which every rank has. Its
+environment is that of CPU ranks; what libraries read from it as they are imported cannot differ between ranks, and neither
+can the order of sets of strings. Forks end without the interpreter's clean-up. Runs under launchers (`e2e`, `golden`, `slurm`)
+and ranks with an environment of their own are new interpreters, for both.
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ IMPORTS = [
 """The first brings the checks of shapes with it (tests/__init__.py)."""
 
 
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
 class Fork:
     """`function(argument)` in a process of its own, its session's leader, in `env`, writing to `log`; words as of Popen."""
 
@@ -34,7 +39,8 @@ class Fork:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(IMPORTS)
         before = dict(os.environ)
-        os.environ.update(env)
+        # Without a rank: it lives as long as the tests, beside the ranks of launchers that they start.
+        os.environ.update({key: value for key, value in env.items() if key not in RANK_VARIABLES})
         try:
             forkserver.ensure_running()
         finally:

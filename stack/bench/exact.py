@@ -136,23 +136,25 @@ def _uneven(fields: dict[str, Any]) -> bool:
 def _smallest(cfg: RunConfig) -> int:
     """Layers from which on one more is like every other. DeepSpeed keeps gathered what is used again within
     `stage3_max_reuse_distance`, and fetches ahead up to `stage3_max_live_parameters`, so a model of fewer parameters keeps
-    what a larger one lets go. Lean blocks fetch once each, and so no further ahead than the next."""
+    what a larger one lets go. Lean blocks fetch once each: no further ahead than the next, unless layers are so small that
+    each fetch, of `stage3_prefetch_bucket_size`, takes more than one."""
     if cfg.engine.stage < 3:
         return FEW
     from stack.engine.ds_config import build_ds_config
     from stack.models.build import DTYPES, prepare_model
 
     zero = build_ds_config(cfg, cfg.parallel.sp)["zero_optimization"]
-    lean = cfg.memory.lean and _family(cfg).lean is not None
-    ahead = 0 if lean else zero.get("stage3_max_live_parameters", 1e9)
-    reach = max(zero.get("stage3_max_reuse_distance", 1e9), ahead)
     two, three = (
         prepare_model(
             countable(cfg, depth).model, cfg.data.seq_len, DTYPES[cfg.engine.precision], cfg.seed, False
         ).built.spec.num_parameters
         for depth in (2, 3)
     )
-    return max(FEW, math.ceil(reach / (three - two)) + 1)
+    layer = three - two
+    step_by_step = cfg.memory.lean and _family(cfg).lean is not None
+    step_by_step = step_by_step and zero.get("stage3_prefetch_bucket_size", 5e7) <= layer
+    ahead = 0 if step_by_step else zero.get("stage3_max_live_parameters", 1e9)
+    return max(FEW, math.ceil(max(zero.get("stage3_max_reuse_distance", 1e9), ahead) / layer) + 1)
 
 
 def _begin_imports() -> None:

@@ -40,11 +40,12 @@ def clear_errors() -> Iterator[None]:
     way.
     """
     note_launcher()
+    place = local_rank(os.environ)  # where each task has one GPU, LOCAL_RANK becomes 0 on all of them
     before = {number: signal.signal(number, _raise_stopped) for number in EARLY}
     try:
         yield
     except StackError as error:
-        if _is_to_tell(error):
+        if _is_to_tell(error, place):
             sys.stdout.flush()
             print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(_exit_code(error)) from None
@@ -57,9 +58,11 @@ def clear_errors() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def _is_to_tell(error: StackError) -> bool:
-    """Whether this process prints the message: the first of its node, or one whose first has not met the fault."""
-    if local_rank(os.environ) in (None, "0"):
+def _is_to_tell(error: StackError, place: str | None) -> bool:
+    """Whether this process prints the message: the first of its node, or one whose first has not met the fault.
+
+    place: its local rank."""
+    if place in (None, "0"):
         return True
     if isinstance(error, Stopped):
         return False  # all were asked to

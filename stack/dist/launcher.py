@@ -11,9 +11,13 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stack.dist.env import RankEnv
 from stack.errors import LaunchError
+
+if TYPE_CHECKING:
+    import psutil
 
 LEVELS = {"deepspeed": 2, "torchrun": 1}
 _noted: list[int] = []
@@ -45,15 +49,25 @@ def first_of_node_ends(within_s: float = 30) -> bool:
     """
     import psutil
 
-    with suppress(psutil.Error):  # who is gone cannot be waited for
-        beside = [process for process in psutil.Process(os.getppid()).children() if process.pid != os.getpid()]
-        first = [process for process in beside if local_rank(process.environ()) == "0"]
-        end = time.monotonic() + within_s
-        while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in first):
-            if time.monotonic() > end:
-                return False
-            time.sleep(0.1)
-    return True
+    end = time.monotonic() + within_s
+    while True:
+        there = False
+        with suppress(psutil.Error):  # the parent is gone
+            there = any(map(_is_first, psutil.Process(os.getppid()).children()))
+        if not there:
+            return True
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+
+
+def _is_first(process: psutil.Process) -> bool:
+    """Whether it is a living first rank of a node."""
+    import psutil
+
+    with suppress(psutil.Error):  # it has just ended, or is another user's
+        return local_rank(process.environ()) == "0" and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def check_hostfile(env: RankEnv) -> None:

@@ -87,8 +87,8 @@ def init_topology(env: RankEnv, sp: int, device: str, timeout_s: int) -> Topolog
     if env.world % sp:
         fix = f"start a multiple of {sp} ranks, or set parallel.sp to a divisor of {env.world}"
         raise ConfigError([Fault("parallel.sp", sp, f"a divisor of the {env.world} rank(s) started", fix)])
-    torch_device = select_device(env, device)
     apply_rank_env(env)
+    torch_device = select_device(env, device)  # behind it, as it may set LOCAL_RANK to another number
     timeout = datetime.timedelta(seconds=timeout_s)
     if not dist.is_initialized():
         backend = "gloo" if device == "cpu" else "nccl"

@@ -58,58 +58,44 @@ BLOCKS = {
 """Sections that Hydra owns as a whole: all "auto" and dropped, or refused."""
 
 
-OFF = (None, False, 0, 1, -1)
-ONE_WAY = "nothing else: this stack's own layout of ranks and shards knows no other"
+SIZES = (
+    "zero_optimization.zero_hpz_partition_size",
+    "tensor_parallel.autotp_size",
+    "tensor_parallel.tp.tp_size",
+    "expert_parallel.autoep_size",
+)
+"""Layouts of ranks beside this stack's own, where they are above 1."""
+
 REFUSED = {
-    "zero_optimization.round_robin_gradients": (
-        "false: DeepSpeed then writes where no reader of its files looks, and weights of exports and of resumes on other "
-        "ranks are wrong",
-        "leave it out",
+    "zero_optimization.cpu_offload": ("nothing: an old name of an offload", "engine.offload_optimizer=cpu"),
+    "zero_optimization.cpu_offload_params": (
+        "nothing: an old name of an offload",
+        "engine.offload_param=cpu",
     ),
-    **{
-        f"zero_optimization.{name}": ("nothing here: it is the old name of an offload", f"engine.{block}=cpu")
-        for name, block in {
-            "cpu_offload": "offload_optimizer",
-            "cpu_offload_params": "offload_param",
-            "cpu_offload_param": "offload_param",
-        }.items()
-    },
+    "zero_optimization.cpu_offload_param": ("nothing: an old name of an offload", "engine.offload_param=cpu"),
     "zero_optimization.zenflow": ("nothing: it scrambles weights (DeepSpeed 0.19)", "leave it out"),
-    "zero_optimization.zero_hpz_partition_size": (ONE_WAY, "leave it out"),
-    "tensor_parallel.autotp_size": (ONE_WAY, "leave it out, and use parallel.sp"),
 }
-"""Dotted path: what is expected and how to mend it, where it is set to more than off (false, 0, 1 or -1)."""
+"""Dotted path, where it is set to anything that is not false: what is expected, and how to mend it."""
 
 SECTIONS = (
-    *(
-        "flops_profiler",
-        "comms_logger",
-        "timers",
-        "aio",
-        "amp",
-        "autotuning",
-        "elasticity",
-        "nebula",
-        "compile",
-        "pipeline",
-    ),
-    *(
-        "eigenvalue",
-        "quantize_training",
-        "data_efficiency",
-        "curriculum_learning",
-        "compression_training",
-        "hybrid_engine",
-    ),
-    *(
-        "tensor_parallel",
-        "sparse_attention",
-        "weight_quantization",
-        "progressive_layer_drop",
-        "monitor_config",
-    ),
+    "zero_optimization",
+    "bf16",
+    "fp16",
+    "data_types",
+    "flops_profiler",
+    "comms_logger",
+    "timers",
+    "aio",
+    "autotuning",
+    "compile",
+    "pipeline",
+    "data_efficiency",
+    "hybrid_engine",
+    "tensor_parallel",
+    "expert_parallel",
+    "monitor_config",
 )
-"""Of DeepSpeed's files that `deepspeed.runtime.constants` does not name."""
+"""Of DeepSpeed's files, beside the names in `deepspeed.runtime.constants`."""
 
 
 def build_ds_config(cfg: RunConfig, world: int) -> dict[str, Any]:
@@ -247,40 +233,56 @@ def _together(final: dict[str, Any]) -> list[Fault]:
     if zero["stage"] < 2 and zero.get("overlap_comm"):
         want = "false below stage 2, where gradients are reduced once, at the end of the step"
         faults.append(Fault("zero_optimization.overlap_comm", True, want, "leave it out"))
-    for path, (want, fix) in REFUSED.items():
-        section, _, name = path.rpartition(".")
-        value = (final.get(section) or {}).get(name)
-        if value is True or value not in OFF:
-            faults.append(Fault(path, value, want, fix))
+    if zero["stage"] in (1, 2) and zero.get("round_robin_gradients"):
+        want = "false: DeepSpeed then writes in an order that readers of its files do not know, so that exports and resumes on other "
+        want += "ranks have wrong weights"
+        faults.append(Fault("zero_optimization.round_robin_gradients", True, want, "leave it out"))
+    for path in SIZES:
+        size = _at(final, path)
+        if (size and size != 1) or size is True:
+            want = "1: this stack lays out ranks and shards by itself"
+            faults.append(Fault(path, size, want, "leave it out, and use parallel.sp"))
+    faults += [Fault(path, _at(final, path), *told) for path, told in REFUSED.items() if _at(final, path)]
     return faults
 
 
+def _at(tree: Any, path: str) -> Any:
+    """None where nothing stands there."""
+    for name in path.split("."):
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree
+
+
 def _unknown(final: dict[str, Any]) -> list[Fault]:
-    """Names and values that DeepSpeed does not know. At the top it takes any name without a word, below `zero_optimization`
-    it stops once the model is built."""
-    from deepspeed.runtime import constants  # 5 s, which wrong settings above need not wait for
+    """Names and values that DeepSpeed does not take. Of those at the top it passes over what it does not know; the others
+    would stop it once the model is built."""
+    from deepspeed.runtime import config, constants  # 5 s, which wrong settings above need not wait for
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
+    gone = {
+        name: config._REMOVED_TOP_LEVEL_CONFIG_KEYS[name]
+        for name in final
+        if name in config._REMOVED_TOP_LEVEL_CONFIG_KEYS
+    }
+    faults = [Fault(name, final[name], f"nothing: {why}", "leave it out") for name, why in gone.items()]
     known = {value for name, value in vars(constants).items() if name.isupper() and isinstance(value, str)}
-    known |= {*SECTIONS, *BLOCKS, *DEFAULTS, "zero_optimization", "bf16", "fp16", "data_types"}
-    faults = []
+    known |= {*SECTIONS, *BLOCKS, *DEFAULTS, *gone}
     for name in final.keys() - known:
-        near = difflib.get_close_matches(name, known, 1, 0.85)
-        if near:
-            faults.append(
-                Fault(name, final[name], f"{near[0]}, or another name that DeepSpeed knows", "mend the name")
-            )
+        if near := difflib.get_close_matches(name, known, 1, 0.85):
+            want = f"{near[0]}, or another name that DeepSpeed knows"
+            faults.append(Fault(name, final[name], want, "mend the name"))
+    names = [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()]
     try:
         DeepSpeedZeroConfig(**final["zero_optimization"])
     except ValueError as error:  # pydantic's
         for each in cast(Any, error).errors():
-            path = ".".join(map(str, ("zero_optimization", *each["loc"])))
-            names = difflib.get_close_matches(path.rpartition(".")[2], DeepSpeedZeroConfig.model_fields, 1)
+            near = difflib.get_close_matches(each["loc"][0], names, 1) if len(each["loc"]) == 1 else []
             fix = (
-                f"{names[0]}, or leave it out"
-                if each["type"] == "extra_forbidden" and names
-                else "mend or leave it out"
+                f"{near[0]}, or leave it out"
+                if near and near[0] != each["loc"][0]
+                else "mend it, or leave it out"
             )
+            path = ".".join(map(str, ("zero_optimization", *each["loc"])))
             faults.append(Fault(path, each["input"], f"what DeepSpeed takes: {each['msg']}", fix))
     return faults
 

@@ -18,6 +18,7 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from stack.config.model_checks import ATTENTION
 from stack.config.schema import ModelConfig
 from stack.errors import ConfigError, Fault, ModelError
 from stack.models.attention import PLAIN_BACKENDS
@@ -161,8 +162,9 @@ def _refuse_other_kernels(model: nn.Module, spec: ModelSpec, attention: str) -> 
         return
     needs = f"this model's attention needs {', '.join(spec.attention_extras)}"
     known = getattr(model, "_compatible_flash_implementations", None) or []
+    known = [name for name in known if "/" in name or name in ATTENTION]
     if "s_aux" in spec.attention_extras and attention not in known:
-        want = f"one of {', '.join(known) or 'no kernel that transformers knows'}: {needs}"
+        want = f"one of {', '.join(known) or 'no kernel that can be named here'}: {needs}"
         fix = f"model.attention={known[0]} on a GPU" if known else "another model"
         raise ConfigError([Fault("model.attention", attention, want, fix)])
     if attention in PLAIN_BACKENDS:

@@ -105,6 +105,8 @@ class HostStore:
         try:
             return torch.empty(self.slab, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:  # CUDA calls it its own memory, as it does the card's
+            if "out of memory" not in str(error):
+                raise
             raise MemoryShortage(
                 f"no page-locked host memory for what layers keep: {self.used / 2**30:.1f} GiB are in use by this rank ("
                 f"{str(error).splitlines()[0]}). Fix: memory.spill_folder=FOLDER (on a local disk) with memory.host_gib, "

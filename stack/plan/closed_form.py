@@ -136,10 +136,12 @@ def _checkpoint_copy(settings: Settings, machine: Machine, states: States) -> in
     cfg = settings.cfg
     if not cfg.checkpoint.asynchronous or not (cfg.checkpoint.every or cfg.checkpoint.final):
         return 0
+    if cfg.engine.offload_optimizer == "nvme":  # copied from file to file
+        return 0
     elements = states.trained_elements
     if machine.site.device == "cpu" or states.host_optimizer or not elements:
         return states.written
     whole, rest = divmod(elements, settings.sub_group)
-    vectors = round(states.written / (4 * elements))  # three with AdamW, one with SGD
+    vectors = 3 if cfg.optim.name == "adamw" else 1
     groups = [settings.sub_group] * whole + [rest] * bool(rest)
     return max(states.written, vectors * sum(page_locked(4 * size) for size in groups))

@@ -105,7 +105,7 @@ def read_shape(model: ModelConfig) -> Shape:
         intermediate=fields["moe_intermediate_size" if fields.get("num_experts") else "intermediate_size"],
         num_heads=heads,
         num_kv_heads=fields.get("num_key_value_heads") or heads,
-        head_dim=fields.get("head_dim") or hidden // heads,
+        head_dim=fields.get("head_dim", HEAD_DIMS.get(fields["model_type"])) or hidden // heads,
         vocab=fields["vocab_size"],
         tied=fields.get("tie_word_embeddings", False),
         head_norms=head_norms,
@@ -127,6 +127,9 @@ def _unknown(model: ModelConfig, fields: dict[str, Any]) -> Fault:
     return Fault("model.architecture.model_type", fields.get("model_type"), want, fix)
 
 
+HEAD_DIMS = {"qwen3": 128}
+"""By `model_type`, where transformers does not divide the hidden size by the heads if the config says nothing."""
+
 EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 """What a model with experts has to say, with an example."""
 
@@ -146,7 +149,8 @@ def _faults(model: ModelConfig, fields: dict[str, Any]) -> list[Fault]:
     if isinstance(width, list) and not experts:
         found.append(field_fault(model, "intermediate_size", width, "one number, as layers are alike", 12288))
     heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")
-    if not fields.get("head_dim") and is_count(heads) and is_count(hidden) and hidden % heads:
+    dim = fields.get("head_dim", HEAD_DIMS.get(str(fields.get("model_type"))))
+    if not dim and is_count(heads) and is_count(hidden) and hidden % heads:
         want = f"a multiple of the {heads} attention heads, as no head_dim is given"
         found.append(field_fault(model, "hidden_size", hidden, want, heads * 64))
     for name, example in (("sliding_window", 4096), ("max_window_layers", 28)):

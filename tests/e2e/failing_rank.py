@@ -52,9 +52,7 @@ def main(way: str) -> None:
     apply_rank_env(env)
     fault = ConfigError([Fault("parallel.sp", 3, "a divisor of 2", "parallel.sp=2")])
     if way == "first comes late" and env.local_rank == 0:
-        time.sleep(
-            4
-        )  # deepspeed's launcher looks once a second, torchrun's ten times, whether a rank has left
+        time.sleep(4)  # launchers look once a second, or oftener, whether a rank has left
     if way in ("bad setting", "first comes late"):
         raise fault
     with guard(env) as watch:

@@ -264,6 +264,19 @@ def test_overlap_below_stage_2_is_refused_before_deepspeed_does() -> None:
             "leave it",
         ),
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size", "parallel.sp"),
+        ({"tensor_parallel": {"tp": {"tp_size": 2}}}, "tensor_parallel.tp.tp_size", "parallel.sp"),
+        ({"expert_parallel": {"autoep_size": 2}}, "expert_parallel.autoep_size", "parallel.sp"),
+        ({"amp": {"enabled": True}}, "amp", "removed"),
+        (
+            {"zero_optimization": {"stage3_max_live_parametres": 5}},
+            "zero_optimization.stage3_max_live_parametres",
+            "stage3_max_live_parameters, or",
+        ),
+        (
+            {"zero_optimization": {"round_robin_gradients": 1}},
+            "zero_optimization.round_robin_gradients",
+            "wrong",
+        ),
     ],
 )
 def test_what_deepspeed_ignores_or_stops_at_late_is_told_first(
@@ -284,11 +297,16 @@ def test_what_deepspeed_ignores_or_stops_at_late_is_told_first(
         },
         {"flops_profiler": {"enabled": True}, "comms_logger": {"enabled": True}, "dump_state": True},
         {"aio": {"block_size": 1048576}, "wall_clock_breakdown": True, "tensor_parallel": {"autotp_size": 1}},
+        {"tensor_parallel": True, "zero_optimization": {"zenflow": None}},
         {"checkpoint": {"parallel_write": {"pipeline_stage": True}}, "my_own": 1},
     ],
 )
 def test_other_settings_of_deepspeed_are_let_pass(overrides: dict[str, Any]) -> None:
     build_ds_config(_cfg(overrides=overrides), 4)
+
+
+def test_an_order_that_stage_3_does_not_have_is_let_pass() -> None:
+    build_ds_config(_cfg(overrides={"zero_optimization": {"round_robin_gradients": True}}), 4)
 
 
 @pytest.mark.parametrize("choice", [path.stem for path in sorted((CONF / "engine").glob("*.yaml"))])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from stack.dist import topology
 from stack.dist.env import RankEnv, apply_rank_env, read_rank_env, use_growing_segments
 from stack.dist.failure import clear_errors
 from stack.dist.node_list import expand_node_list
@@ -214,3 +215,14 @@ def test_a_task_that_sees_one_gpu_tells_deepspeed_so(
         return
     assert select_device(env, "cuda") == torch.device("cuda", index)
     assert chosen == [index] and os.environ["LOCAL_RANK"] == str(index)
+
+
+def test_the_device_of_such_a_task_stands_once_the_ranks_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **kwargs: None)
+    monkeypatch.setattr(topology, "_new_group", lambda *args: None)
+    for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(key, "3")
+    found = topology.init_topology(RankEnv(3, 4, 3, 4, "127.0.0.1", 1, "srun"), 1, "cuda", 5)
+    assert found.device == torch.device("cuda", 0) and os.environ["LOCAL_RANK"] == "0"
