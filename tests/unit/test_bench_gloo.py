@@ -56,9 +56,10 @@ def arguments(name: str, num: int) -> tuple[Any, ...]:
 
 
 def held_inside(name: str, num: int) -> tuple[int, int]:
-    """(expected, measured) bytes; the least of three, as other things than the call only add to it."""
+    """(expected, measured) bytes. The middle of five: other things add to one, and of a copy that gloo's thread lets go late
+    the next sees nothing, as it was there before."""
     given, found, expected = arguments(name, num), [], Expected()
-    for _ in range(3):
+    for _ in range(5):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
         dist.barrier()
         before = resident_bytes()
@@ -67,7 +68,7 @@ def held_inside(name: str, num: int) -> tuple[int, int]:
             getattr(dist, name)(*given)
         found.append(peak_resident_bytes() - before)
     assert expected.num_bytes is not None
-    return expected.num_bytes, min(found)
+    return expected.num_bytes, sorted(found)[2]
 
 
 @pytest.fixture(scope="module", params=(2, 3))
