@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.fork_ranks import RANK_VARIABLES
+
 # Before torch, deepspeed or transformers is imported, since they read these once.
 _HOME = Path(tempfile.mkdtemp(prefix="long-sequence-tests-"))
 _OWN_FOLDERS = {
@@ -39,7 +41,7 @@ os.environ |= {
 }
 if "LONG_SEQUENCE_GPU_TESTS" not in os.environ:  # set by `make gpu-test`
     os.environ["DS_ACCELERATOR"] = "cpu"
-for _key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+for _key in RANK_VARIABLES:
     os.environ.pop(_key, None)
 
 

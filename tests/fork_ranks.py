@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 IMPORTS = [
     "tests.fork_ranks",
@@ -28,7 +29,6 @@ IMPORTS = [
 ]
 """The first brings the checks of shapes with it (tests/__init__.py)."""
 
-
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -38,14 +38,10 @@ class Fork:
     def __init__(self, function: Callable[[Any], None], argument: Any, env: Mapping[str, str], log: Path):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(IMPORTS)
-        before = dict(os.environ)
         # Without a rank: it lives as long as the tests, beside the ranks of launchers that they start.
-        os.environ.update({key: value for key, value in env.items() if key not in RANK_VARIABLES})
-        try:
+        common = {key: value for key, value in env.items() if key not in RANK_VARIABLES}
+        with mock.patch.dict(os.environ, common):
             forkserver.ensure_running()
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
         self._process = context.Process(target=_enter, args=(function, argument, dict(env), log))
         self._process.start()
 

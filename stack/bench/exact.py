@@ -34,7 +34,7 @@ from stack.config import derive
 from stack.config.kept import HostBytes, host_bytes
 from stack.config.schema import RunConfig
 from stack.errors import ConfigError, Fault, LaunchError, StackError
-from stack.models.registry import Family, family_of
+from stack.models.registry import family_of
 from stack.plan.forecast import (
     GIB,
     GRADIENTS,
@@ -151,8 +151,7 @@ def _smallest(cfg: RunConfig) -> int:
         for depth in (2, 3)
     )
     layer = three - two
-    step_by_step = cfg.memory.lean and _family(cfg).lean is not None
-    step_by_step = step_by_step and zero.get("stage3_prefetch_bucket_size", 5e7) <= layer
+    step_by_step = _is_lean(cfg) and zero.get("stage3_prefetch_bucket_size", 5e7) <= layer
     ahead = 0 if step_by_step else zero.get("stage3_max_live_parameters", 1e9)
     return max(FEW, math.ceil(max(zero.get("stage3_max_reuse_distance", 1e9), ahead) / layer) + 1)
 
@@ -276,12 +275,13 @@ def _by_formula(cfg: RunConfig, page_locked: bool = True) -> HostBytes:
     heads, hidden = fields.get("num_attention_heads") or 1, fields.get("hidden_size") or 1
     dim = fields.get("head_dim") or hidden // heads
     sizes: Any = SimpleNamespace(num_layers=num_layers(cfg), hidden=hidden, num_heads=heads, head_dim=dim)
-    lean = cfg.memory.lean and _family(cfg).lean is not None
-    return host_bytes(cfg, sizes, lean, on_gpu=page_locked and cfg.site.device != "cpu")
+    return host_bytes(cfg, sizes, _is_lean(cfg), on_gpu=page_locked and cfg.site.device != "cpu")
 
 
-def _family(cfg: RunConfig) -> Family:
-    return family_of(str(derive.architecture(cfg.model).get("model_type")))
+def _is_lean(cfg: RunConfig) -> bool:
+    """Whether its blocks are lean layers."""
+    family = family_of(str(derive.architecture(cfg.model).get("model_type")))
+    return cfg.memory.lean and family.lean is not None
 
 
 def _not_modelled(cfg: RunConfig) -> Iterator[str]:

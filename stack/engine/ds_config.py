@@ -234,8 +234,7 @@ def _together(final: dict[str, Any]) -> list[Fault]:
         want = "false below stage 2, where gradients are reduced once, at the end of the step"
         faults.append(Fault("zero_optimization.overlap_comm", True, want, "leave it out"))
     if zero["stage"] in (1, 2) and zero.get("round_robin_gradients"):
-        want = "false: DeepSpeed then writes in an order that readers of its files do not know, so that exports and resumes on other "
-        want += "ranks have wrong weights"
+        want = "false: no reader knows that order, so exports and resumes on other ranks get wrong weights"
         faults.append(Fault("zero_optimization.round_robin_gradients", True, want, "leave it out"))
     for path in SIZES:
         size = _at(final, path)
@@ -259,12 +258,9 @@ def _unknown(final: dict[str, Any]) -> list[Fault]:
     from deepspeed.runtime import config, constants  # 5 s, which wrong settings above need not wait for
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    gone = {
-        name: config._REMOVED_TOP_LEVEL_CONFIG_KEYS[name]
-        for name in final
-        if name in config._REMOVED_TOP_LEVEL_CONFIG_KEYS
-    }
-    faults = [Fault(name, final[name], f"nothing: {why}", "leave it out") for name, why in gone.items()]
+    removed = config._REMOVED_TOP_LEVEL_CONFIG_KEYS
+    gone = [name for name in final if name in removed]
+    faults = [Fault(name, final[name], f"nothing: {removed[name]}", "leave it out") for name in gone]
     known = {value for name, value in vars(constants).items() if name.isupper() and isinstance(value, str)}
     known |= {*SECTIONS, *BLOCKS, *DEFAULTS, *gone}
     for name in final.keys() - known:
@@ -276,12 +272,9 @@ def _unknown(final: dict[str, Any]) -> list[Fault]:
         DeepSpeedZeroConfig(**final["zero_optimization"])
     except ValueError as error:  # pydantic's
         for each in cast(Any, error).errors():
-            near = difflib.get_close_matches(each["loc"][0], names, 1) if len(each["loc"]) == 1 else []
-            fix = (
-                f"{near[0]}, or leave it out"
-                if near and near[0] != each["loc"][0]
-                else "mend it, or leave it out"
-            )
+            name, *below = each["loc"]
+            near = [] if below or name in names else difflib.get_close_matches(name, names, 1)
+            fix = f"{near[0] if near else 'mend it'}, or leave it out"
             path = ".".join(map(str, ("zero_optimization", *each["loc"])))
             faults.append(Fault(path, each["input"], f"what DeepSpeed takes: {each['msg']}", fix))
     return faults

@@ -15,6 +15,7 @@ from stack.dist.failure import clear_errors
 from stack.dist.node_list import expand_node_list
 from stack.dist.topology import select_device
 from stack.errors import LaunchError
+from tests.fork_ranks import RANK_VARIABLES
 
 RANK_1_OF_2 = {
     "RANK": "1",
@@ -173,7 +174,7 @@ def test_unknown_node_lists_go_to_scontrol(
 
 def test_apply_makes_every_launcher_look_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     env = read_rank_env(TASK_2)
-    for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for key in RANK_VARIABLES:
         monkeypatch.setenv(key, "")  # so that what is set below is undone
     apply_rank_env(env)
     again = read_rank_env(os.environ)
@@ -222,7 +223,7 @@ def test_the_device_of_such_a_task_stands_once_the_ranks_have_met(monkeypatch: p
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **kwargs: None)
     monkeypatch.setattr(topology, "_new_group", lambda *args: None)
-    for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for key in RANK_VARIABLES:
         monkeypatch.setenv(key, "3")
     found = topology.init_topology(RankEnv(3, 4, 3, 4, "127.0.0.1", 1, "srun"), 1, "cuda", 5)
     assert found.device == torch.device("cuda", 0) and os.environ["LOCAL_RANK"] == "0"

@@ -72,8 +72,9 @@ class TokenFilesSource(FileSource):
                 if index is None:
                     ends = self._plain_cuts(number, size)
                 else:
-                    self._tell_uncovered(number, MegatronIndex(index.path), tally)
-                    ends = _indexed_cuts(index.path, size)
+                    opened = MegatronIndex(index.path)
+                    self._tell_uncovered(number, opened, tally)
+                    ends = _indexed_cuts(opened, size)
             except (OSError, ValueError) as error:
                 self._tell_unreadable(number, error, tally)
                 continue
@@ -231,9 +232,8 @@ def _index_of(file: SourceFile) -> SourceFile | None:
     return SourceFile(path, path.name, status.st_size, status.st_mtime_ns)
 
 
-def _indexed_cuts(path: Path, size: int) -> list[tuple[int, int]]:
+def _indexed_cuts(index: MegatronIndex, size: int) -> list[tuple[int, int]]:
     """(end, bytes) of each unit of an indexed file."""
-    index = MegatronIndex(path)
     totals = np.concatenate([[0], np.cumsum(index.lengths, dtype=np.int64)])[index.bounds]
     totals *= index.dtype.itemsize
     cuts, begin = [], 0
