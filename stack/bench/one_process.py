@@ -40,7 +40,7 @@ def count_alone(
     topology = _fake_ranks(cfg, world, device)
     # In one thread: what makes tensors with numbers fake is set for each thread.
     with torch.autograd.set_multithreading_enabled(False), FakeTensorMode(allow_non_fake_inputs=True):
-        return count_steps(cfg, topology, fake=True, fused_adam=kernels == "gpu")
+        return count_steps(cfg, topology, fake=True)
 
 
 def _buffers_to(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:

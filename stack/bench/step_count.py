@@ -117,11 +117,8 @@ class StepCount:
         return max(self.warm.values(), key=lambda most: most.num_bytes)
 
 
-def count_steps(
-    cfg: RunConfig, topology: Topology, fake: bool = False, fused_adam: bool = False
-) -> StepCount:
-    """From the model on. fake: no tensor has numbers, so pretrained weights are not read. fused_adam: as on a GPU, where
-    torch's loop for the CPU would make copies of whole shards."""
+def count_steps(cfg: RunConfig, topology: Topology, fake: bool = False) -> StepCount:
+    """From the model on. fake: no tensor has numbers, so pretrained weights are not read."""
     from stack.engine.build import build_engine
     from stack.engine.ds_config import build_ds_config
     from stack.engine.zero_init import join_deepspeed, zero3_partitioner
@@ -143,7 +140,8 @@ def count_steps(
             built.model, built.spec, cfg.memory, cfg.model.attention, cfg.engine.stage, topology
         )
         engine = build_engine(built.model, cfg.optim, topology, ds_config)
-        if fused_adam and cfg.optim.name == "adamw" and cfg.engine.offload_optimizer == "none":
+        if topology.device.type == VIRTUAL and cfg.optim.name == "adamw":
+            # As on the device that it stands for: asked for at the start, torch refuses it for a device that it does not know.
             for group in engine._engine.optimizer.param_groups:
                 group["fused"] = True
         init = live.phases.pop("init")

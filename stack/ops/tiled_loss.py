@@ -94,15 +94,17 @@ def _tile_loss(
     if not with_grad:
         return loss, None
 
-    grad *= (1.0 + 2.0 * options.z_loss * log_z[:, None]) / total
+    # Rows without a target by factors of 0: a mask over [tokens, vocab] would take as long as exp.
+    counts = has_target.float()[:, None]
+    grad *= counts * (1.0 + 2.0 * options.z_loss * log_z[:, None]) / total
     if smoothing:
-        grad -= smoothing / grad.shape[1]
-    grad.scatter_add_(1, target, torch.full_like(target, smoothing - 1.0, dtype=grad.dtype))
+        grad -= counts * (smoothing / grad.shape[1])
+    grad.scatter_add_(1, target, counts * (smoothing - 1.0))
     if slope is not None:
         grad *= slope
     if options.logit_scale != 1.0:
         grad *= options.logit_scale
-    return loss, grad.masked_fill_(~has_target[:, None], 0.0)
+    return loss, grad
 
 
 def tiled_token_loss_sum(

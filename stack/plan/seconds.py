@@ -28,9 +28,6 @@ within 20 %, and attention is most of them. Halved for a machine whose constants
 HIDES = 0.9
 """Share of computation that gathers and reductions on their own stream can run behind."""
 
-TORCH_ADAM = 3.0
-"""Passes over host memory that torch's AdamW makes for one of DeepSpeed's vectorised one: operator by operator."""
-
 
 @dataclass(frozen=True)
 class Work:
@@ -165,8 +162,7 @@ def _optimizer(settings: Settings, machine: Machine, states: States, traffic: Tr
             machine.rate("memory_tb_s") * machine.site.memory_share
         )
     ranks = min(settings.world, machine.site.gpus_a_node or settings.world)
-    passes = TORCH_ADAM if settings.cfg.engine.cpu_optimizer == "torch" else 1.0
     copies = traffic.optimizer_bytes / machine.rate("host_link_gb_s")
     if machine.site.host_memory_gb_s is None:
         return copies
-    return copies + passes * moved * ranks / machine.rate("host_memory_gb_s")
+    return copies + moved * ranks / machine.rate("host_memory_gb_s")

@@ -62,11 +62,8 @@ def states_of(settings: Settings, params: Sequence[Param]) -> States:
     group = 4 * min(sharded, settings.sub_group)
     if on_host:  # one shard at a time is looked at on the device, in three copies
         group = 12 * max((-(-param.numel // world) for param in trained), default=0)
-    # On the host: fp32 gradients twice, the partition's buffer and those that the optimizer reads; and torch's AdamW makes
-    # two temporaries of a group.
+    # On the host: fp32 gradients twice, the partition's buffer and those that the optimizer reads.
     gradients_there = 2 * 4 * sharded
-    if cfg.engine.cpu_optimizer == "torch" and moments:
-        gradients_there += 2 * 4 * min(sharded, settings.sub_group)
     return States(
         parameters=0 if away else parameters,
         gradients=0 if on_host else gradients,

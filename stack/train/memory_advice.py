@@ -24,7 +24,6 @@ from stack.train.host_room import kept_bytes
 GIB = 1024**3
 SHOWN = 4  # levers named, at most
 LEAST_SHARE = 1e-2  # share of the best lever below which another is not worth a word
-SUB_GROUP = 10**9  # elements that the optimizer steps at once (DeepSpeed's sub_group_size)
 
 
 @dataclass(frozen=True)
@@ -175,9 +174,8 @@ def host_levers(cfg: RunConfig, spec: ModelSpec, world: int) -> list[Lever]:
     engine, shard = cfg.engine, spec.num_parameters / world
     found = list(_kept_there(cfg, spec, world))
     if engine.offload_optimizer == "cpu":
-        # fp32 weights, two moments and two copies of the gradients; and what torch's AdamW makes of the parameters it steps.
-        temporary = 8 * min(shard, SUB_GROUP) if engine.cpu_optimizer == "torch" else 0
-        found.append(Lever("engine.offload_optimizer=none", 20 * shard + temporary))
+        # fp32 weights, two moments and two copies of the gradients.
+        found.append(Lever("engine.offload_optimizer=none", 20 * shard))
     if engine.offload_param == "cpu":
         found.append(Lever("engine.offload_param=none", _bytes(cfg) * shard))
     return [lever for lever in found if lever.saves_bytes > 0]
