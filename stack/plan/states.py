@@ -9,6 +9,9 @@ from stack.plan.forecast import BUCKETS, GRADIENTS, OPTIMIZER, PARAMETERS
 from stack.plan.settings import Settings
 from stack.plan.zero3 import Param
 
+NORM_PART = 250_000_000
+"""Elements of a gradient whose squares DeepSpeed sums at a time (runtime/zero/stage3.py: _constant_buffered_norm2)."""
+
 
 @dataclass(frozen=True)
 class States:
@@ -60,8 +63,9 @@ def states_of(settings: Settings, params: Sequence[Param]) -> States:
     on_host = cfg.engine.offload_optimizer != "none"
     away = cfg.engine.offload_param != "none" and stage == 3
     group = 4 * min(sharded, settings.sub_group)
-    if on_host:  # one shard at a time is looked at on the device, in three copies
-        group = 12 * max((-(-param.numel // world) for param in trained), default=0)
+    if on_host:  # the norm of one shard's gradient at a time is taken on the device, of parts of it in fp64
+        largest = max((-(-param.numel // world) for param in trained), default=0)
+        group = 4 * largest + 8 * min(largest, NORM_PART)
     # On the host: fp32 gradients twice, the partition's buffer and those that the optimizer reads.
     gradients_there = 2 * 4 * sharded
     return States(

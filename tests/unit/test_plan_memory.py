@@ -73,11 +73,10 @@ def _planned(overrides: list[str], world: int) -> Forecast:
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row['exp']}, {row['memory']}")
-def test_ready_experiments_are_within_three_percent(row: dict[str, Any]) -> None:
+def test_ready_experiments_are_within_one_percent_in_every_phase(row: dict[str, Any]) -> None:
     found = _planned([f"+exp={row['exp']}", f"memory={row['memory']}", *row["overrides"]], row["ranks"])
     phases = {name: found.memory.phases[name].num_bytes for name in row["phases"]}
-    assert max(phases.values()) == pytest.approx(max(row["phases"].values()), rel=APART)
-    assert phases["backward"] == pytest.approx(row["phases"]["backward"], rel=APART)
+    assert phases == pytest.approx(row["phases"], rel=0.01)
     if not any("zero3" in text for text in row["overrides"]) and row["count"].endswith("exact.py"):
         assert found.host.kept_bytes == row["host_bytes"]
     for kind in ("all-to-all", "reduce-scatter"):
