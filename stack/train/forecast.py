@@ -46,6 +46,11 @@ class Outlook:
     def machine(self) -> Machine | None:
         return None if self.run is None else self.run.machine
 
+    @property
+    def checkpoint_copy_bytes(self) -> int:
+        """Of one rank, in host memory, from the first checkpoint on; 0 where nothing is known."""
+        return 0 if self.found is None else self.found.forecast.host.checkpoint_copy_bytes
+
 
 def look_ahead(cfg: RunConfig, env: RankEnv, device: str) -> Outlook:
     """The forecast of this run on this machine, in under a second. Every rank asks for itself, and all get the same.

@@ -1,5 +1,5 @@
-"""Whether the host has room for what the layers keep for backward, asked before the model is filled: a host that runs out
-kills ranks in the middle of a step, without a word."""
+"""Whether the host has room for what the layers keep for backward and for the copy that checkpoints are written from, asked
+before the model is filled: a host that runs out kills ranks in the middle of a step, without a word."""
 
 from __future__ import annotations
 
@@ -26,40 +26,60 @@ def kept_bytes(cfg: RunConfig, spec: ModelSpec, on_gpu: bool) -> HostBytes:
 
 
 def check_host_room(
-    cfg: RunConfig, spec: ModelSpec, env: RankEnv, on_gpu: bool, tell: Callable[[str], None]
+    cfg: RunConfig,
+    spec: ModelSpec,
+    env: RankEnv,
+    on_gpu: bool,
+    copy_bytes: int,
+    tell: Callable[[str], None],
 ) -> None:
     """One rank of each node asks for all of them. Raises MemoryShortage for what can never fit on host or disk; tells of
-    what does not fit at present, since other processes may yet end."""
+    what does not fit at present, since other processes may yet end.
+
+    copy_bytes: of one rank, what the forecast says that checkpoints are written from behind the steps.
+    """
     if env.local_rank != 0:
         return
     kept = kept_bytes(cfg, spec, on_gpu)
-    folder, bound, in_memory = cfg.memory.spill_folder, cfg.memory.host_gib, kept.in_memory
+    folder, bound = cfg.memory.spill_folder, cfg.memory.host_gib
     if folder is not None and bound is not None:
         if kept.layer > bound * GIB:
             raise MemoryShortage(_below_a_layer(bound, kept.layer))
         _check_disk(Path(folder).expanduser(), kept.in_file * env.local_world)
-    there = host_memory()
-    if there is None or in_memory * env.local_world <= there.free:
+    there, need = host_memory(), kept.in_memory + copy_bytes
+    if there is None or need * env.local_world <= there.free:
         return
-    fix = _fix(
-        cfg, spec, there.free * 0.9 / env.local_world
-    )  # a tenth is left to everything else on the node
-    text = _shortage(in_memory, env.local_world, there, fix)
-    if in_memory * env.local_world > there.total:
+    # a tenth is left to everything else on the node
+    fix = _fix(cfg, spec, there.free * 0.9 / env.local_world, kept.in_memory, copy_bytes)
+    text = _shortage(kept.in_memory, copy_bytes, env.local_world, there, fix)
+    if need * env.local_world > there.total:
         raise MemoryShortage(text)
     if env.rank == 0:
         tell(f"warning: {text}")
 
 
-def _shortage(need: int, ranks: int, there: HostMemory, fix: str) -> str:
+def _shortage(kept: int, copy: int, ranks: int, there: HostMemory, fix: str) -> str:
+    layers = f"the layers keep {kept / GIB:.1f} GiB a rank in host memory"
+    behind = f"checkpoints are written from a copy of {copy / GIB:.1f} GiB a rank in host memory"
+    parts = [text for text, size in ((layers, kept), (behind, copy)) if size]
     return (
-        f"the layers keep {need / GIB:.1f} GiB a rank in host memory, {need * ranks / GIB:.1f} GiB for the {ranks} ranks of "
-        f"this node, where {there.free / GIB:.1f} of {there.total / GIB:.1f} GiB are free. Fix: {fix}"
+        f"{' and '.join(parts)}, {(kept + copy) * ranks / GIB:.1f} GiB for the {ranks} ranks of this node, where "
+        f"{there.free / GIB:.1f} of {there.total / GIB:.1f} GiB are free. Fix: {fix}"
     )
 
 
-def _fix(cfg: RunConfig, spec: ModelSpec, share: float) -> str:
+def _fix(cfg: RunConfig, spec: ModelSpec, share: float, kept: int, copy: int) -> str:
     """share: bytes of host memory that a rank can have."""
+    if not copy:
+        return _fix_kept(cfg, spec, share)
+    without = "checkpoint.asynchronous=false, which needs no copy"
+    if kept <= share:
+        return f"{without}; or more ranks"
+    return f"{without}, and {_fix_kept(cfg, spec, share)}"
+
+
+def _fix_kept(cfg: RunConfig, spec: ModelSpec, share: float) -> str:
+    """For the layers alone."""
     more = "more ranks a row, on more nodes"
     if family_of(spec.family).lean is None:  # only lean layers spill
         return f"{more}, or a shorter data.seq_len"

@@ -107,7 +107,8 @@ def run_ranks(
     seed_everything(cfg.seed + topology.rank)
 
     blank = judge_model(cfg, topology, find_weights(cfg, checkpoint, topology), checkpoint is not None)
-    check_host_room(cfg, blank.built.spec, watch.env, topology.device.type == "cuda", tell)
+    on_gpu = topology.device.type == "cuda"
+    check_host_room(cfg, blank.built.spec, watch.env, on_gpu, outlook.checkpoint_copy_bytes, tell)
     stores = open_stores(cfg, topology)
     watch_over(watch, cfg, blank.built.spec, folder, topology)
     loader = make_loader(cfg, stores, topology)

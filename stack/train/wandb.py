@@ -18,6 +18,7 @@ import shutil
 import threading
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,19 +128,28 @@ class WandbHook:
 
     def _work(self) -> None:
         try:
-            run, last_step = self._start()
-            while (record := self._queue.get()) is not None:
-                if record["step"] > last_step:
-                    last_step = record["step"]
-                    run.log(
-                        {key: value for key, value in record.items() if value is not None}, step=last_step
-                    )
-            run.finish()
-            self._memory.last_step = last_step
-            self._memory.finished.append(Path(run.dir).parent.name)
-            self._memory.store(self._path)
+            self._send()
         except BaseException as error:  # noqa: BLE001  W&B raises what it likes, SystemExit too; training goes on
-            self._tell(f"warning: W&B stopped ({type(error).__name__}: {error}); training goes on without it")
+            self._tell(
+                f"warning: W&B stopped ({error!r}); training goes on without it. The run's numbers are in "
+                "metrics.jsonl, from where its next start sends what W&B lacks"
+            )
+        # Not left to the exit of the program: where W&B's process is gone, a traceback would stand behind our last line.
+        with suppress(BaseException):
+            import wandb
+
+            wandb.teardown()
+
+    def _send(self) -> None:
+        run, last_step = self._start()
+        while (record := self._queue.get()) is not None:
+            if record["step"] > last_step:
+                last_step = record["step"]
+                run.log({key: value for key, value in record.items() if value is not None}, step=last_step)
+        run.finish()
+        self._memory.last_step = last_step
+        self._memory.finished.append(Path(run.dir).parent.name)
+        self._memory.store(self._path)
 
     def _start(self) -> tuple[Any, int]:
         """The run, and the last step that W&B has already."""

@@ -69,7 +69,12 @@ def test_built_models_keep_what_the_exact_count_found(exp: str) -> None:
 
 
 def ask(
-    monkeypatch: pytest.MonkeyPatch, there: HostMemory | None, need: int, *overrides: str, **env: Any
+    monkeypatch: pytest.MonkeyPatch,
+    there: HostMemory | None,
+    need: int,
+    *overrides: str,
+    copy: int = 0,
+    **env: Any,
 ) -> list[str]:
     told: list[str] = []
     monkeypatch.setattr(host_room, "host_memory", lambda: there)
@@ -86,7 +91,7 @@ def ask(
         "port": 1,
         "launcher": "plain",
     }
-    check_host_room(cfg, spec_of(cfg), RankEnv(**place | env), False, told.append)
+    check_host_room(cfg, spec_of(cfg), RankEnv(**place | env), False, copy, told.append)
     return told
 
 
@@ -107,6 +112,21 @@ def test_what_can_never_fit_is_refused_by_one_rank_of_a_node(monkeypatch: pytest
     assert ask(monkeypatch, HostMemory(10 * GIB, 20 * GIB), 11 * GIB, rank=1, local_rank=1) == []
 
 
+def test_the_copy_that_checkpoints_are_written_from_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = HostMemory(10 * GIB, 20 * GIB)
+    assert ask(monkeypatch, there, 3 * GIB, copy=2 * GIB) == []
+    (both,) = ask(monkeypatch, there, 4 * GIB, copy=2 * GIB)
+    assert "the layers keep 4.0 GiB a rank" in both and "a copy of 2.0 GiB a rank" in both
+    assert "12.0 GiB for the 2 ranks" in both
+    assert both.endswith("Fix: checkpoint.asynchronous=false, which needs no copy; or more ranks")
+    (too_much,) = ask(monkeypatch, there, 6 * GIB, copy=2 * GIB)
+    assert "Fix: checkpoint.asynchronous=false, which needs no copy, and memory.spill_folder=" in too_much
+    (alone,) = ask(monkeypatch, there, 0, copy=6 * GIB)
+    assert "the layers" not in alone and "memory.spill_folder" not in alone
+    with pytest.raises(MemoryShortage, match=r"22\.0 GiB for the 2 ranks .* checkpoint\.asynchronous=false"):
+        ask(monkeypatch, there, 4 * GIB, copy=7 * GIB)
+
+
 def test_with_a_folder_memory_is_needed_for_the_bound_and_disk_for_the_rest(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -125,8 +145,10 @@ def test_a_bound_below_one_layer_is_refused_before_the_model_is_filled(tmp_path:
     with pytest.raises(
         MemoryShortage, match=r"memory\.host_gib=0\.0004: a layer keeps .* GiB a rank\. Fix: "
     ):
-        check_host_room(cfg, spec_of(cfg), env, False, print)
-    check_host_room(replace(cfg, memory=replace(cfg.memory, host_gib=0.001)), spec_of(cfg), env, False, print)
+        check_host_room(cfg, spec_of(cfg), env, False, 0, print)
+    check_host_room(
+        replace(cfg, memory=replace(cfg.memory, host_gib=0.001)), spec_of(cfg), env, False, 0, print
+    )
 
 
 def test_what_to_do_is_what_the_run_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,10 +156,10 @@ def test_what_to_do_is_what_the_run_can_do(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(host_room, "host_memory", lambda: HostMemory(10 * GIB, 20 * GIB))
     monkeypatch.setattr(host_room, "kept_bytes", lambda *_: HostBytes(6 * GIB))
     env, told, spec = RankEnv(0, 2, 0, 2, "a", 1, "plain"), [], spec_of(alst)
-    check_host_room(alst, spec, env, False, told.append)
+    check_host_room(alst, spec, env, False, 0, told.append)
     assert "Fix: memory=lean memory.spill_folder=FOLDER" in told[0]
     monkeypatch.setattr(host_room, "family_of", lambda _: DEFAULT)
-    check_host_room(alst, spec, env, False, told.append)
+    check_host_room(alst, spec, env, False, 0, told.append)
     assert "spill" not in told[1] and "Fix: more ranks a row, on more nodes, or a shorter" in told[1]
 
 

@@ -68,6 +68,17 @@ def test_a_run_that_fits_is_forecast() -> None:
     )
 
 
+def test_the_copy_of_checkpoints_is_known_to_the_check_of_host_memory() -> None:
+    copied = look_ahead(configured(*FITS), ENV, "cuda").checkpoint_copy_bytes
+    assert (
+        copied > 12 * 8e9 / 8
+    )  # more than the fp32 weights and moments of a rank's 8th of 8 billion parameters
+    assert (
+        look_ahead(configured(*FITS, "checkpoint.asynchronous=false"), ENV, "cuda").checkpoint_copy_bytes == 0
+    )
+    assert Outlook().checkpoint_copy_bytes == 0
+
+
 def test_nothing_is_refused_on_the_cpu_and_it_is_said_why() -> None:
     text = said(look_ahead(configured(*TOO_LARGE, "site=cpu"), ENV, "cpu"))
     assert "does not fit" not in text and text.count("this is the CPU") == 1 and "live tensors" in text

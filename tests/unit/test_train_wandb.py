@@ -83,6 +83,48 @@ def test_killed_and_restarted_offline_run_keeps_its_id_and_holds_each_step_once(
     assert all(row["loss"] == 1 / row["step"] and "grad_norm" not in row for row in rows)
 
 
+SERVICE_KILLED = """
+import signal, sys, time
+from pathlib import Path
+import psutil
+from stack.checkpoint.state import TrainState
+from tests.unit.test_train_wandb import log_steps, record_of
+told = []
+hook = log_steps(Path(sys.argv[1]), 0, 3, told, ends=False)
+while not list(Path(sys.argv[1]).glob("wandb/offline-run-*/run-*.wandb")):
+    time.sleep(0.05)
+children = psutil.Process().children(recursive=True)
+for child in children:
+    child.send_signal(signal.Signals[sys.argv[2]])
+psutil.wait_procs([child for child in children if child.name() == "wandb-core"], 30)
+hook.after_step(TrainState(step=4), record_of(4))
+hook.close()
+print(*told, "the last line", sep="\\n", flush=True)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
+def test_signal_to_all_processes_leaves_our_last_line_the_last(tmp_path: Path, name: str) -> None:
+    """deepspeed's launcher and Slurm send SIGTERM to W&B's own process too."""
+    command = [sys.executable, "-c", SERVICE_KILLED, str(tmp_path), name]
+    ended = subprocess.run(
+        command,
+        cwd=ROOT,
+        check=False,
+        timeout=60,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    warning, last = ended.stdout.splitlines()[-2:]
+    assert ended.returncode == 0 and last == "the last line", ended.stdout
+    assert warning.startswith("warning: W&B stopped (") and "metrics.jsonl" in warning
+    next_second()
+    log_steps(tmp_path, 4, 5, [])
+    ((_, history),) = offline_runs(tmp_path)
+    assert [row["step"] for row in history] == [1, 2, 3, 4, 5]
+
+
 def test_fresh_start_in_the_same_folder_is_another_run(tmp_path: Path) -> None:
     log_steps(tmp_path, 0, 2, [])
     next_second()
