@@ -21,13 +21,16 @@ from stack.errors import ModelError
 class HeadPlan:
     """Which heads each rank of a row's group works on.
 
-    kv_index: for each rank in turn the key/value heads sent to it, [sp * num_kv_local]. q_to_kv: for this rank, the
-    local key/value head of each local query head, or None where plain grouping gives the same.
+    kv_index: for each rank in turn the key/value heads sent to it, [sp * num_kv_local]. kv_copies: the number of ranks that
+    each head goes to, where they are as many for all heads and heads go in order, as with a number of ranks that divides
+    that of heads or is a multiple of it; else 0. q_to_kv: for this rank, the local key/value head of each local query head, or None where
+    plain grouping gives the same.
     """
 
     num_q_local: int
     num_kv_local: int
     kv_index: list[int]
+    kv_copies: int
     q_to_kv: list[int] | None
 
 
@@ -53,7 +56,9 @@ def plan_heads(num_q: int, num_kv: int, sp: int, sp_rank: int) -> HeadPlan:
     grouped = num_q_local % num_kv_local == 0 and q_to_kv == [
         head // (num_q_local // num_kv_local) for head in range(num_q_local)
     ]
-    return HeadPlan(num_q_local, num_kv_local, kv_index, None if grouped else q_to_kv)
+    copies = len(kv_index) // num_kv
+    even = kv_index == [head for head in range(num_kv) for _ in range(copies)] and 1 in (copies, num_kv_local)
+    return HeadPlan(num_q_local, num_kv_local, kv_index, copies if even else 0, None if grouped else q_to_kv)
 
 
 def exchange(buffer: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -83,29 +88,34 @@ def joined_heads(received: Tensor) -> Tensor:
     return received.permute(1, 2, 0, 3, 4).reshape(rows, seq_local, -1)
 
 
-def put_heads(buffer: Tensor, part: slice, first: int, heads: Tensor, index: list[int] | None = None) -> None:
+def put_heads(buffer: Tensor, part: slice, first: int, heads: Tensor, plan: HeadPlan | None = None) -> None:
     """Write a tile of all heads into the send buffer, each head where its rank finds it.
 
     heads: [rows, num_heads, tile, dim]. part: the tile's positions. first: place of these heads among those of a rank.
-    index: which heads go, in the order of the ranks; None: all, divided evenly.
+    plan: for key/value heads, which of them go to several ranks; None: all are divided evenly.
     """
-    if index is not None and index != list(range(heads.shape[1])):
-        heads = heads[:, index]
-    sp, (rows, num, tile, dim) = buffer.shape[0], heads.shape
-    local = num // sp
-    by_rank = heads.view(rows, sp, local, tile, dim).permute(1, 0, 3, 2, 4)
-    buffer[:, :, part, first : first + local] = by_rank
+    copies = 1
+    if plan is not None:
+        copies = plan.kv_copies or 1
+        heads = heads if plan.kv_copies else heads[:, plan.kv_index]
+    # By views alone: an index would have to be brought to a GPU for each tile.
+    rows, num, tile, dim = heads.shape
+    local = num * copies // buffer.shape[0]
+    by_rank = heads.view(rows, -1, local, tile, dim).permute(1, 0, 3, 2, 4)[:, None]
+    buffer.unflatten(0, (-1, copies))[:, :, :, part, first : first + local] = by_rank
 
 
 def take_heads(
-    buffer: Tensor, part: slice, first: int, num: int, index: list[int] | None, total: int
+    buffer: Tensor, part: slice, first: int, num: int, total: int, plan: HeadPlan | None = None
 ) -> Tensor:
     """The transpose of `put_heads`: a tile of all `total` heads, [rows, total, tile, dim]; heads sent to several ranks
-    are summed. num: heads of one rank."""
+    are summed, each once and in the order of the ranks. num: heads of one rank."""
     by_rank = buffer[:, :, part, first : first + num]
+    if plan is not None and plan.kv_copies > 1:
+        by_rank = by_rank.unflatten(0, (-1, plan.kv_copies)).sum(dim=1)
     sp, rows, tile, _, dim = by_rank.shape
     heads = by_rank.permute(1, 0, 3, 2, 4).reshape(rows, sp * num, tile, dim)
-    if index is None or index == list(range(total)):
+    if plan is None or plan.kv_copies:
         return heads
-    places = torch.tensor(index, device=heads.device)
+    places = torch.tensor(plan.kv_index, device=heads.device)
     return heads.new_zeros(rows, total, tile, dim).index_add_(1, places, heads)

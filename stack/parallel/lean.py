@@ -189,8 +189,8 @@ def _heads_of_rows(lean: Lean, call: Call, hidden: Tensor) -> Rows:
             heads_local = plan.num_q_local + 2 * plan.num_kv_local
             buffer = ready.query.new_empty(settings.sp, rows, hidden.shape[1], heads_local, dim)
         put_heads(buffer, part, 0, ready.query.detach())
-        put_heads(buffer, part, plan.num_q_local, ready.key.detach(), plan.kv_index)
-        put_heads(buffer, part, plan.num_q_local + plan.num_kv_local, ready.value.detach(), plan.kv_index)
+        put_heads(buffer, part, plan.num_q_local, ready.key.detach(), plan)
+        put_heads(buffer, part, plan.num_q_local + plan.num_kv_local, ready.value.detach(), plan)
     assert buffer is not None and plan is not None and ready is not None
     whole = whole_rows(exchange(buffer, settings.sp_group))
     query, key, value = whole.split([plan.num_q_local, plan.num_kv_local, plan.num_kv_local], dim=1)
@@ -281,9 +281,9 @@ def _backward(lean: Lean, call: Call, kept: Kept, grad: Tensor, sums: ParamGrads
     del at
     for part in parts:
         tile_grads = [
-            take_heads(grads, part, 0, num_q, None, num_heads),
-            take_heads(grads, part, num_q, plan.num_kv_local, plan.kv_index, num_kv),
-            take_heads(grads, part, both, plan.num_kv_local, plan.kv_index, num_kv),
+            take_heads(grads, part, 0, num_q, num_heads),
+            take_heads(grads, part, num_q, plan.num_kv_local, num_kv, plan),
+            take_heads(grads, part, both, plan.num_kv_local, num_kv, plan),
         ]
         with torch.enable_grad():
             source = whole_slice if tile is not None else hidden[:, part].detach().requires_grad_()

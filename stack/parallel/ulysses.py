@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from stack.dist.collectives import all_to_all
 from stack.errors import ModelError
 from stack.ops.attention import sdpa_documents
-from stack.parallel.exchange import plan_heads
+from stack.parallel.exchange import HeadPlan, plan_heads
 from stack.parallel.flex import flex_documents
 
 ATTENTION_NAME = "stack_ulysses"
@@ -151,11 +151,11 @@ def _to_heads(
     """[rows, heads, seq_local, dim] of all heads -> [rows, heads_local, seq, dim], one exchange for all three."""
     sp, (rows, heads, seq_local, dim) = settings.sp, query.shape
     plan = plan_heads(heads, key.shape[1], sp, settings.sp_rank)
-    index = torch.tensor(plan.kv_index, device=key.device)
+    key, value = _for_all_ranks(key, plan), _for_all_ranks(value, plan)
     per_rank = [
         query.view(rows, sp, plan.num_q_local, seq_local, dim),
-        key.index_select(1, index).view(rows, sp, plan.num_kv_local, seq_local, dim),
-        value.index_select(1, index).view(rows, sp, plan.num_kv_local, seq_local, dim),
+        key.view(rows, sp, plan.num_kv_local, seq_local, dim),
+        value.view(rows, sp, plan.num_kv_local, seq_local, dim),
     ]
     # [sp (receiver), rows, heads_local of q, k and v, seq_local, dim]
     parts = torch.cat(per_rank, dim=2).transpose(0, 1)
@@ -167,6 +167,14 @@ def _to_heads(
         spread = torch.tensor(plan.q_to_kv, device=key.device)
         key, value = key.index_select(1, spread), value.index_select(1, spread)
     return query, key, value
+
+
+def _for_all_ranks(heads: Tensor, plan: HeadPlan) -> Tensor:
+    """Key/value heads in the order in which the ranks get them. Backward sums what several ranks send back; an index would
+    do so in bf16 and, on a GPU, in any order."""
+    if plan.kv_copies:
+        return heads if plan.kv_copies == 1 else heads.repeat_interleave(plan.kv_copies, dim=1)
+    return heads.index_select(1, torch.tensor(plan.kv_index, device=heads.device))
 
 
 def _to_sequence(out: Tensor, sp: int, group: dist.ProcessGroup) -> Tensor:

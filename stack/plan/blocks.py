@@ -141,9 +141,10 @@ def attend(op: Operators, work: Work, query: T, key: T, value: T) -> T:
 
 def _to_heads(op: Operators, work: Work, query: T, key: T, value: T) -> tuple[T, T, T]:
     op.ledger.operation = "q, k and v exchanged"
-    key_picked, value_picked = (_picked(op, part, work.key_spread) for part in (key, value))
+    if work.key_spread != key.size:
+        key, value = (_picked(op, part, work.key_spread) for part in (key, value))
     sizes = [query.size, work.key_spread, work.key_spread]
-    joined = _joined(op, [query, key_picked, value_picked], sizes, copies=(True, True, True))
+    joined = _joined(op, [query, key, value], sizes, copies=(True, True, True))
     received = _exchanged(op, joined, contiguous=True)
     del joined
     whole = op.copy(received, _ATTENTION)
@@ -152,7 +153,7 @@ def _to_heads(op: Operators, work: Work, query: T, key: T, value: T) -> tuple[T,
 
 
 def _picked(op: Operators, part: T, size: int) -> T:
-    """index_select of heads."""
+    """Heads that go to several ranks, repeated."""
     given = part.size
     return op.record("pick", [part], op.new(size, _ATTENTION), [], lambda s, g: [op.new(given, _ATTENTION)])
 

@@ -145,7 +145,7 @@ def _offload(settings: Settings, machine: Machine, traffic: Traffic, computing: 
         return seconds, 0.0
     # Out during forward, a third of the computation, and back during the rest.
     waits = max(0.0, seconds / 2 - computing / 3) + max(0.0, seconds / 2 - computing * 2 / 3)
-    spilled = traffic.spilled_bytes
+    spilled = traffic.spilled_bytes * settings.cfg.engine.accumulation
     if spilled and machine.site.disk_gb_s is not None:
         ranks = min(settings.world, machine.site.gpus_a_node or settings.world)
         disk = 2 * spilled * ranks / machine.rate("disk_gb_s")

@@ -17,7 +17,7 @@ their norm, 16-bit weights back (DeepSpeed 0.19, `partition_grads` of stage3.py;
 class Traffic:
     """Of one rank and optimizer step, in bytes. host_bytes: of kept activations, both ways; optimizer_bytes:
     of gradients and weights, where the optimizer is on the host; kept_bytes: host memory that kept activations take;
-    spilled_bytes: what of them is written to the local disk."""
+    spilled_bytes: of the local disk, written and read again for each micro-batch."""
 
     exchange_bytes: int
     gathered_bytes: int

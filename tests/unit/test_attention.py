@@ -5,7 +5,8 @@ import torch
 
 from stack.ops.attention import sdpa_documents
 from stack.ops.reference import document_attention
-from stack.parallel.ulysses import plan_heads
+from stack.parallel.exchange import plan_heads, put_heads, take_heads
+from stack.parallel.ulysses import _for_all_ranks
 
 CASES = {
     "one document": (1, 12, [0, 12]),
@@ -48,21 +49,22 @@ def test_documents_do_not_see_each_other():
     assert not torch.equal(before[:, :, :10], after[:, :, :10])
 
 
-@pytest.mark.parametrize(
-    ("num_q", "num_kv", "sp"),
-    [
-        (4, 2, 2),
-        (4, 2, 4),
-        (8, 8, 4),
-        (32, 8, 8),
-        (32, 8, 16),
-        (32, 8, 32),
-        (12, 4, 6),
-        (6, 2, 3),
-        (9, 3, 3),
-        (64, 8, 64),
-    ],
-)
+HEADS = [
+    (4, 2, 2),
+    (4, 2, 4),
+    (8, 8, 4),
+    (32, 8, 8),
+    (32, 8, 16),
+    (32, 8, 32),
+    (12, 4, 6),
+    (6, 2, 3),
+    (9, 3, 3),
+    (64, 8, 64),
+]
+"""Query heads, key/value heads, ranks."""
+
+
+@pytest.mark.parametrize(("num_q", "num_kv", "sp"), HEADS)
 def test_every_rank_gets_the_heads_its_queries_read(num_q, num_kv, sp):
     group = num_q // num_kv
     for rank in range(sp):
@@ -77,7 +79,38 @@ def test_every_rank_gets_the_heads_its_queries_read(num_q, num_kv, sp):
             assert received[place] == (rank * plan.num_q_local + local) // group
 
 
+@pytest.mark.parametrize(("num_q", "num_kv", "sp"), HEADS)
+def test_heads_go_where_the_plan_says_and_their_gradients_come_back(num_q, num_kv, sp):
+    generator = torch.Generator().manual_seed(0)
+    plan = plan_heads(num_q, num_kv, sp, 0)
+    rows, seq, dim, local, part = 2, 5, 3, plan.num_kv_local, slice(1, 4)
+    heads = torch.randn(rows, num_kv, 3, dim, generator=generator)
+    sent = torch.zeros(sp, rows, seq, 1 + local, dim)
+    put_heads(sent, part, 1, heads, plan)
+    picked = _for_all_ranks(heads, plan)
+    for place, head in enumerate(plan.kv_index):
+        assert torch.equal(sent[place // local, :, part, 1 + place % local], heads[:, head])
+        assert torch.equal(picked[:, place], heads[:, head])
+    assert not sent[:, :, :, 0].any() and not sent[:, :, 0].any() and not sent[:, :, 4].any()
+
+    back = torch.randn(sent.shape, generator=generator)
+    want = torch.zeros(heads.shape)
+    for place, head in enumerate(plan.kv_index):
+        want[:, head] += back[place // local, :, part, 1 + place % local]
+    torch.testing.assert_close(take_heads(back, part, 1, local, num_kv, plan), want)
+
+
+def test_gradients_of_a_head_that_went_to_several_ranks_are_rounded_once():
+    plan = plan_heads(16, 2, 16, 0)
+    back = torch.randn(16, 1, 4, 1, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    want = back.float().view(2, 8, 1, 4, 8).sum(dim=1).transpose(0, 1).bfloat16()
+    assert plan.kv_copies == 8 and torch.equal(take_heads(back, slice(None), 0, 1, 2, plan), want)
+    heads = torch.zeros(1, 2, 4, 8, dtype=torch.bfloat16, requires_grad=True)
+    _for_all_ranks(heads, plan).backward(back.view(1, 16, 4, 8))
+    assert torch.equal(heads.grad, want)
+
+
 def test_key_value_heads_travel_once_where_they_divide():
-    assert plan_heads(32, 8, 8, 0).num_kv_local == 1
+    assert plan_heads(32, 8, 8, 0).num_kv_local == 1 and plan_heads(32, 8, 8, 0).kv_copies == 1
     assert plan_heads(32, 8, 4, 0).num_kv_local == 2
     assert plan_heads(32, 8, 32, 5).num_kv_local == 1

@@ -159,6 +159,19 @@ def test_what_a_step_time_leaves_out_is_said() -> None:
     assert "leaves it out" not in " ".join(plan(cfg, 1, read_machine(cfg.site)).not_modelled)
 
 
+def test_each_micro_batch_waits_for_the_disk() -> None:
+    def waits(accumulation: int) -> float:
+        cfg = configured(
+            "+exp=qwen3_4b_256k",
+            *("memory.spill_folder=/tmp", "memory.host_gib=1", "site.disk_gb_s=0.1"),
+            f"engine.accumulation={accumulation}",
+        )
+        return plan(cfg, 1, read_machine(cfg.site)).time.parts["offload"]
+
+    once = waits(1)
+    assert once > 0 and waits(3) == pytest.approx(3 * once)
+
+
 @pytest.mark.parametrize("text", ["{not json", "[1, 2]"])
 def test_a_damaged_calibration_is_refused_by_line(tmp_path: Path, text: str) -> None:
     file = tmp_path / "calibration.jsonl"
