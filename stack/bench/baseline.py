@@ -70,7 +70,7 @@ class Baseline:
         _checkpoint_on_host(model, topology.device)
         self.world, self.device = topology.world, topology.device
         module = _ModelWithLoss(model, cfg.memory.loss_tile)
-        optimizer = make_optimizer(model, cfg.optim, ds_config, topology.device.type)
+        optimizer = make_optimizer(model, cfg.optim, ds_config)
         self.engine: Any
         self.engine, *_ = deepspeed.initialize(
             model=module, optimizer=optimizer, config=ds_config, mpu=mpu, dist_init_required=False

@@ -140,10 +140,6 @@ def count_steps(cfg: RunConfig, topology: Topology, fake: bool = False) -> StepC
             built.model, built.spec, cfg.memory, cfg.model.attention, cfg.engine.stage, topology
         )
         engine = build_engine(built.model, cfg.optim, topology, ds_config)
-        if topology.device.type == VIRTUAL and cfg.optim.name == "adamw":
-            # As on the device that it stands for: asked for at the start, torch refuses it for a device that it does not know.
-            for group in engine._engine.optimizer.param_groups:
-                group["fused"] = True
         init = live.phases.pop("init")
         head = model_spec.head(built.model)
         head.register_forward_pre_hook(lambda *_: live.enter("loss"), prepend=True)

@@ -22,7 +22,7 @@ from stack.errors import CheckpointError, DataError
 
 SHAPE = ("world", "stage", "precision", "optimizer", "cpu_optimizer", "nvme", "states_on")
 """What DeepSpeed's files depend on. Only under equal ones does it load them itself: Adam's count of steps, for one, is a
-tensor on the device under the fused kernel, on the host in torch's loop, and a number in DeepSpeed's CPUAdam."""
+tensor where the states are under torch's fused kernel, and a number in DeepSpeed's CPUAdam."""
 
 
 class LoadingEngine(Protocol):
@@ -85,11 +85,11 @@ def check_layout(checkpoint: Checkpoint, layout: dict[str, Any], force: Sequence
             f"{checkpoint.path} holds another model: saved {saved['model']}, now {layout['model']}. Fix: restore the saved "
             "model settings; nothing can bring these weights into another shape"
         )
-    if (saved.get("nvme") or layout.get("nvme")) and not fits_as_saved(checkpoint, layout):
-        both = "; ".join(f"{key}: saved {saved.get(key)}, now {layout.get(key)}" for key in SHAPE)
+    if saved.get("nvme") or layout.get("nvme"):
+        both = f"saved {saved.get('nvme')}, now {layout.get('nvme')}"
         raise CheckpointError(
-            f"{checkpoint.path} cannot be cut anew, as states on NVMe are ({both}). Fix: start with the saved values, or "
-            "begin a new run from its exported weights: name=NEW_NAME checkpoint.weights_from=FOLDER"
+            f"{checkpoint.path}: states on NVMe ({both}): DeepSpeed reads neither moments nor small groups back, and would go on "
+            "from other numbers. Fix: begin a new run from exported weights: name=NEW_NAME checkpoint.weights_from=FOLDER"
         )
 
 

@@ -171,10 +171,11 @@ class EngineConfig:
     """Further DeepSpeed settings, merged into the final JSON; those that this stack owns are refused."""
 
     offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
-    """Where master weights and optimizer states live: 12 bytes a parameter, shared by all ranks."""
+    """Where master weights and optimizer states live: 12 bytes a parameter, shared by all ranks. `nvme` for runs that save no
+    checkpoints."""
 
     offload_param: Literal["none", "cpu", "nvme"] = "none"
-    """Where the sharded parameters live between uses (stage 3 only)."""
+    """Where the sharded parameters live between uses (stage 3 only). `nvme` is refused: DeepSpeed 0.19 loses them."""
 
     cpu_optimizer: Literal["torch", "deepspeed"] = "torch"
     """AdamW on the host with `offload_optimizer`: `torch` is its fused kernel; `deepspeed` its CPUAdam, as fast (75 and

@@ -23,8 +23,8 @@ class HeadPlan:
 
     kv_index: for each rank in turn the key/value heads sent to it, [sp * num_kv_local]. kv_copies: the number of ranks that
     each head goes to, where they are as many for all heads and heads go in order, as with a number of ranks that divides
-    that of heads or is a multiple of it; else 0. q_to_kv: for this rank, the local key/value head of each local query head, or None where
-    plain grouping gives the same.
+    that of heads or is a multiple of it; else 0. q_to_kv: for this rank, the local key/value head of each local query head,
+    or None where plain grouping gives the same.
     """
 
     num_q_local: int
@@ -109,7 +109,7 @@ def take_heads(
     buffer: Tensor, part: slice, first: int, num: int, total: int, plan: HeadPlan | None = None
 ) -> Tensor:
     """The transpose of `put_heads`: a tile of all `total` heads, [rows, total, tile, dim]; heads sent to several ranks
-    are summed, each once and in the order of the ranks. num: heads of one rank."""
+    are summed, in fp32 where the plan has `kv_copies`. num: heads of one rank."""
     by_rank = buffer[:, :, part, first : first + num]
     if plan is not None and plan.kv_copies > 1:
         by_rank = by_rank.unflatten(0, (-1, plan.kv_copies)).sum(dim=1)

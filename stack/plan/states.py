@@ -65,7 +65,7 @@ def states_of(settings: Settings, params: Sequence[Param]) -> States:
     group = 4 * min(sharded, settings.sub_group)
     if on_host:  # the norm of one shard's gradient at a time is taken on the device, of parts of it in fp64
         largest = max((-(-param.numel // world) for param in trained), default=0)
-        group = 4 * largest + 8 * min(largest, NORM_PART)
+        group = 4 * largest + 8 * (min(largest, NORM_PART) if stage == 3 else largest)
     # On the host: fp32 gradients twice, the partition's buffer and those that the optimizer reads.
     gradients_there = 2 * 4 * sharded
     return States(
@@ -76,7 +76,8 @@ def states_of(settings: Settings, params: Sequence[Param]) -> States:
         largest_group=group,
         host_optimizer=optimizer + gradients_there if cfg.engine.offload_optimizer == "cpu" else 0,
         host_parameters=parameters if away and cfg.engine.offload_param == "cpu" else 0,
-        written=(0 if stage == 3 else parameters // world) + optimizer,
+        # Without ZeRO the first rank writes for all.
+        written=(0 if stage == 3 else parameters // world) + (optimizer if stage else optimizer // world),
         trained_elements=sharded,
         moments=0 if on_host else 4 * moments * (sharded if stage else whole_trained),
     )

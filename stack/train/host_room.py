@@ -52,7 +52,9 @@ def check_host_room(
     # a tenth is left to everything else on the node
     fix = _fix(cfg, spec, there.free * 0.9 / env.local_world, kept.in_memory, copy_bytes)
     text = _shortage(kept.in_memory, copy_bytes, env.local_world, there, fix)
-    if need * env.local_world > there.total:
+    # The copy is a forecast, which plan.gate may overrule; what layers keep is known.
+    sure = need if cfg.plan.gate == "refuse" else kept.in_memory
+    if sure * env.local_world > there.total:
         raise MemoryShortage(text)
     if env.rank == 0:
         tell(f"warning: {text}")
@@ -74,7 +76,7 @@ def _fix(cfg: RunConfig, spec: ModelSpec, share: float, kept: int, copy: int) ->
         return _fix_kept(cfg, spec, share)
     without = "checkpoint.asynchronous=false, which needs no copy"
     if kept <= share:
-        return f"{without}; or more ranks"
+        return f"{without}; or more ranks, on more nodes"
     return f"{without}, and {_fix_kept(cfg, spec, share)}"
 
 

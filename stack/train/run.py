@@ -109,6 +109,8 @@ def run_ranks(
     blank = judge_model(cfg, topology, find_weights(cfg, checkpoint, topology), checkpoint is not None)
     on_gpu = topology.device.type == "cuda"
     check_host_room(cfg, blank.built.spec, watch.env, on_gpu, outlook.checkpoint_copy_bytes, tell)
+    if on_gpu and cfg.engine.offload_optimizer != "none":
+        use_cores(watch.env.local_world)
     stores = open_stores(cfg, topology)
     watch_over(watch, cfg, blank.built.spec, folder, topology)
     loader = make_loader(cfg, stores, topology)
@@ -218,6 +220,14 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def use_cores(local_world: int) -> None:
+    """For an optimizer on the host: at least as many threads as cores for each rank of the node. torchrun gives a rank one,
+    which moves 18 GB/s where the memory of a node of 8 GPUs moves 400."""
+    cores = len(os.sched_getaffinity(0)) // local_world
+    if cores > torch.get_num_threads():
+        torch.set_num_threads(cores)
 
 
 def judge_model(

@@ -127,6 +127,7 @@ class WandbHook:
             self._tell("warning: W&B did not finish in time; the run's numbers are in metrics.jsonl")
 
     def _work(self) -> None:
+        exit_code = 0
         try:
             self._send()
         except BaseException as error:  # noqa: BLE001  W&B raises what it likes, SystemExit too; training goes on
@@ -134,11 +135,12 @@ class WandbHook:
                 f"warning: W&B stopped ({error!r}); training goes on without it. The run's numbers are in "
                 "metrics.jsonl, from where its next start sends what W&B lacks"
             )
+            exit_code = 1  # W&B must not show it as finished
         # Not left to the exit of the program: where W&B's process is gone, a traceback would stand behind our last line.
         with suppress(BaseException):
             import wandb
 
-            wandb.teardown()
+            wandb.teardown(exit_code=exit_code)
 
     def _send(self) -> None:
         run, last_step = self._start()

@@ -177,6 +177,13 @@ def test_other_ranks_and_stages_are_taken_and_cut_anew() -> None:
         assert not way_of(saved, layout | {key: now}).as_saved
 
 
+def test_states_of_an_nvme_disk_are_not_gone_on_from() -> None:
+    """Not by the run that saved them either: DeepSpeed would read a part of them back."""
+    layout = LAYOUT | {"rows_per_step": 4, "nvme": True}
+    with pytest.raises(CheckpointError, match=r"NVMe \(saved True, now True\)"):
+        check_layout(checkpoint_of(layout), layout)
+
+
 @pytest.mark.parametrize(
     "change, text",
     [
@@ -189,7 +196,7 @@ def test_other_ranks_and_stages_are_taken_and_cut_anew() -> None:
             {"model": {"parameters": 2}},
             r"holds another model: saved {'parameters': 1}, now {'parameters': 2}",
         ),
-        ({"nvme": True}, r"nvme: saved False, now True.*weights_from"),
+        ({"nvme": True}, r"NVMe \(saved False, now True\).*weights_from"),
     ],
 )
 def test_a_layout_that_cannot_be_had_is_refused_with_both_and_the_way_out(

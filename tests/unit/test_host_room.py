@@ -118,13 +118,20 @@ def test_the_copy_that_checkpoints_are_written_from_counts(monkeypatch: pytest.M
     (both,) = ask(monkeypatch, there, 4 * GIB, copy=2 * GIB)
     assert "the layers keep 4.0 GiB a rank" in both and "a copy of 2.0 GiB a rank" in both
     assert "12.0 GiB for the 2 ranks" in both
-    assert both.endswith("Fix: checkpoint.asynchronous=false, which needs no copy; or more ranks")
+    assert both.endswith(
+        "Fix: checkpoint.asynchronous=false, which needs no copy; or more ranks, on more nodes"
+    )
     (too_much,) = ask(monkeypatch, there, 6 * GIB, copy=2 * GIB)
     assert "Fix: checkpoint.asynchronous=false, which needs no copy, and memory.spill_folder=" in too_much
     (alone,) = ask(monkeypatch, there, 0, copy=6 * GIB)
     assert "the layers" not in alone and "memory.spill_folder" not in alone
     with pytest.raises(MemoryShortage, match=r"22\.0 GiB for the 2 ranks .* checkpoint\.asynchronous=false"):
         ask(monkeypatch, there, 4 * GIB, copy=7 * GIB)
+    # What layers keep is known; the copy is a forecast, which may be overruled.
+    (told,) = ask(monkeypatch, there, 4 * GIB, "plan.gate=warn", copy=7 * GIB)
+    assert "22.0 GiB for the 2 ranks" in told
+    with pytest.raises(MemoryShortage):
+        ask(monkeypatch, there, 11 * GIB, "plan.gate=warn")
 
 
 def test_with_a_folder_memory_is_needed_for_the_bound_and_disk_for_the_rest(

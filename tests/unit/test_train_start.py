@@ -12,7 +12,7 @@ from stack.checkpoint.state import TrainState
 from stack.config.compose import compose_config
 from stack.errors import ConfigError
 from stack.train.folder import RunFolder
-from stack.train.run import judge_model
+from stack.train.run import judge_model, use_cores
 from stack.train.saving import make_saver
 from tests.unit.train_fakes import one_rank
 
@@ -36,3 +36,17 @@ def test_a_checkpoint_that_will_be_saved_again_is_not_copied_elsewhere_before(
     cfg, state = compose_config(["+exp=tiny_cpu"]), TrainState(step=4, pending_record=pending)
     make_saver(cfg, RunFolder(tmp_path), {}, state, 9, one_rank())
     assert len(prepared) == copies
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "asked"), [(96, 1, [12]), (96, 12, []), (96, 96, []), (4, 1, [])]
+)
+def test_an_optimizer_on_the_host_steps_with_the_cores_of_a_rank(
+    monkeypatch: pytest.MonkeyPatch, cores: int, threads: int, asked: list[int]
+) -> None:
+    found: list[int] = []
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    monkeypatch.setattr("torch.set_num_threads", found.append)
+    use_cores(8)
+    assert found == asked
