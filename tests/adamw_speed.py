@@ -10,11 +10,12 @@ import argparse
 import time
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import torch
 
 STEPS = 7
-SETTINGS = {"lr": 1e-3, "weight_decay": 0.1}
+SETTINGS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1}
 
 
 def _seconds(make: Callable[[list[torch.Tensor]], torch.optim.Optimizer], elements: int) -> float:

@@ -178,8 +178,8 @@ class EngineConfig:
     """Where the sharded parameters live between uses (stage 3 only). `nvme` is refused: DeepSpeed 0.19 loses them."""
 
     cpu_optimizer: Literal["torch", "deepspeed"] = "torch"
-    """AdamW on the host with `offload_optimizer`: `torch` is its fused kernel; `deepspeed` its CPUAdam, as fast (75 and
-    78 ms for 50 M parameters on one core) and compiled at first use, which takes minutes and a C++ compiler."""
+    """AdamW on the host with `offload_optimizer`: `torch` is its fused kernel; `deepspeed` its CPUAdam, as fast (78 and
+    73 ms for 50 M parameters on one core) and compiled at first use, which takes minutes and a C++ compiler."""
 
     nvme_path: str | None = None
     """Folder on a local NVMe disk; needed with `nvme`."""
