@@ -20,9 +20,10 @@ from stack.checkpoint.zero_files import ZeroFiles
 from stack.dist.topology import Topology
 from stack.errors import CheckpointError, DataError
 
-SHAPE = ("world", "stage", "precision", "optimizer", "cpu_optimizer", "nvme", "states_on")
+SHAPE = ("world", "stage", "precision", "optimizer", "cpu_optimizer", "nvme", "states_on", "sub_group")
 """What DeepSpeed's files depend on. Only under equal ones does it load them itself: Adam's count of steps, for one, is a
-tensor where the states are under torch's fused kernel, and a number in DeepSpeed's CPUAdam."""
+tensor where the states are under torch's fused kernel, and a number in DeepSpeed's CPUAdam. It loads none into states on
+NVMe."""
 
 
 class LoadingEngine(Protocol):
@@ -85,18 +86,12 @@ def check_layout(checkpoint: Checkpoint, layout: dict[str, Any], force: Sequence
             f"{checkpoint.path} holds another model: saved {saved['model']}, now {layout['model']}. Fix: restore the saved "
             "model settings; nothing can bring these weights into another shape"
         )
-    if saved.get("nvme") or layout.get("nvme"):
-        both = f"saved {saved.get('nvme')}, now {layout.get('nvme')}"
-        raise CheckpointError(
-            f"{checkpoint.path}: states on NVMe ({both}): DeepSpeed reads neither moments nor small groups back, and would go on "
-            "from other numbers. Fix: begin a new run from exported weights: name=NEW_NAME checkpoint.weights_from=FOLDER"
-        )
 
 
 def fits_as_saved(checkpoint: Checkpoint, layout: dict[str, Any]) -> bool:
     """Whether DeepSpeed can load the files itself."""
     saved = checkpoint.manifest.layout
-    return all(saved.get(key, layout.get(key)) == layout.get(key) for key in SHAPE)
+    return not layout.get("nvme") and all(saved.get(key, layout.get(key)) == layout.get(key) for key in SHAPE)
 
 
 def check_settings(checkpoint: Checkpoint, now: dict[str, Any], force: Sequence[str]) -> list[Difference]:

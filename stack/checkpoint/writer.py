@@ -47,8 +47,8 @@ class Flight:
         contents: dict[str, Any],
         publish: Callable[[Flight], None] | None = None,
     ):
-        """part: the `.partial` folder. contents: path inside it -> what `torch.save` is to write there, or None for a file
-        that is there already. publish: rank 0's work once its own files are written."""
+        """part: the `.partial` folder. contents: path inside it -> what `torch.save` is to write there. publish: rank 0's
+        work once its own files are written."""
         self.part, self.rank = part, rank
         self.begun = time.monotonic()
         self.progress = Progress("writing")
@@ -137,14 +137,10 @@ def write_chunk(descriptor: int, chunk: memoryview) -> None:
 
 
 def write_file(path: Path, content: Any, cancelled: threading.Event) -> tuple[int, str]:
-    """Write `content` by torch.save and read it back; size in bytes and checksum. None: take the file as it is there.
+    """Write `content` by torch.save and read it back; size in bytes and checksum.
 
     Raises OSError if the disk does not take it or does not give the same bytes back, Cancelled if told so.
     """
-    if content is None:
-        with open(path, "rb") as present:
-            os.fsync(present.fileno())
-        return path.stat().st_size, hash_file(path)
     with ChecksummedFile(path, cancelled) as file:
         try:
             torch.save(content, cast(IO[bytes], file))

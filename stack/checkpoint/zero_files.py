@@ -174,8 +174,8 @@ class ZeroFiles:
                 if sum(numel for _, numel in parts) != master.numel():
                     raise CheckpointError(
                         f"{file} holds {master.numel()} elements of parameter group {group} where its parameters have "
-                        "more: optimizer states on NVMe lie elsewhere. Fix: go on under the saved number of ranks, ZeRO "
-                        "stage and offload"
+                        "more: an older version left optimizer states on NVMe out. Fix: begin a new run from exported "
+                        "weights: name=NEW_NAME checkpoint.weights_from=FOLDER"
                     )
             else:
                 for name, part in saved["param_slice_mappings"][group].items():

@@ -130,26 +130,13 @@ def _offload(cfg: RunConfig) -> Iterator[Fault]:
         elif not Path(path).is_dir():
             fix = "create it, or check the path"
             yield Fault("engine.nvme_path", path, "a folder that exists on this node", fix)
-        else:
-            yield from _lost_on_nvme(cfg)
+    if param == "nvme":
+        # The engine's swapper empties the folder that parameters of 1 MiB and more were written to (seen in fp32 and bf16).
+        want = "none or cpu: DeepSpeed's start empties the folder of parameters on NVMe"
+        yield Fault("engine.offload_param", "nvme", want, "engine.offload_param=cpu")
     if engine.cpu_optimizer == "deepspeed" and (optimizer == "none" or cfg.optim.name != "adamw"):
         want = "torch unless AdamW runs on the host (optim.name=adamw, engine.offload_optimizer=cpu or nvme)"
         yield Fault("engine.cpu_optimizer", "deepspeed", want, "engine.cpu_optimizer=torch")
-
-
-def _lost_on_nvme(cfg: RunConfig) -> Iterator[Fault]:
-    """DeepSpeed 0.19 copies the files of an optimizer on NVMe back, and nothing else: moments, the count of steps and groups
-    below 1 MiB are those of a new run (seen: another loss from the first step behind a resume). Parameters of 1 MiB and more
-    on NVMe end the start: the engine's swapper empties the folder that they were written to (seen in fp32 and bf16)."""
-    saves = cfg.checkpoint.every or cfg.checkpoint.final
-    if cfg.engine.offload_optimizer == "nvme" and saves:
-        want = "none or cpu for a run that saves checkpoints: DeepSpeed cannot go on from those of an optimizer on NVMe"
-        yield Fault(
-            "engine.offload_optimizer", "nvme", want, "engine.offload_optimizer=cpu, or checkpoint=none"
-        )
-    if cfg.engine.offload_param == "nvme":
-        want = "none or cpu: DeepSpeed's start empties the folder of parameters on NVMe"
-        yield Fault("engine.offload_param", "nvme", want, "engine.offload_param=cpu")
 
 
 def _engine(cfg: RunConfig, device: str | None) -> Iterator[Fault]:

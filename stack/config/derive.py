@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -26,6 +27,15 @@ REPO_ROOT = Path(__file__).resolve().parents[2]
 def run_folder(cfg: RunConfig) -> Path:
     """Folder of the run: from its name alone, so that every rank and every restart finds the same one."""
     return Path(cfg.out) / cfg.name
+
+
+def nvme_folder(cfg: RunConfig) -> str | None:
+    """Folder of this run's files on the NVMe disk: DeepSpeed names them alike in all runs, so that two would write over
+    each other's."""
+    if cfg.engine.nvme_path is None:
+        return None
+    run = hashlib.sha256(str(run_folder(cfg).expanduser().resolve()).encode()).hexdigest()
+    return str(Path(cfg.engine.nvme_path) / f"run-{run[:12]}")
 
 
 def ranks_per_node(cluster: ClusterConfig) -> int:

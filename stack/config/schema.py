@@ -171,8 +171,7 @@ class EngineConfig:
     """Further DeepSpeed settings, merged into the final JSON; those that this stack owns are refused."""
 
     offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
-    """Where master weights and optimizer states live: 12 bytes a parameter, shared by all ranks. `nvme` for runs that save no
-    checkpoints."""
+    """Where master weights and optimizer states live: 12 bytes a parameter, shared by all ranks."""
 
     offload_param: Literal["none", "cpu", "nvme"] = "none"
     """Where the sharded parameters live between uses (stage 3 only). `nvme` is refused: DeepSpeed 0.19 loses them."""

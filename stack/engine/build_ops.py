@@ -21,11 +21,10 @@ def needed_ops(ds_config: dict[str, Any]) -> dict[str, str]:
     """Builder name -> setting that needs it, of the operators that these settings use and torch does not offer."""
     zero = ds_config["zero_optimization"]
     found = {}
-    for block in ("offload_optimizer", "offload_param"):
-        if zero.get(block, {}).get("device") == "nvme":
-            found["AsyncIOBuilder"] = f"engine.{block}=nvme"
-    on_host = zero.get("offload_optimizer", {}).get("device", "none") != "none"
-    if on_host and ds_config.get("zero_force_ds_cpu_optimizer", True):
+    device = zero.get("offload_optimizer", {}).get("device", "none")
+    if device == "nvme":
+        found["AsyncIOBuilder"] = "engine.offload_optimizer=nvme"
+    if device != "none" and ds_config.get("zero_force_ds_cpu_optimizer", True):
         found["CPUAdamBuilder"] = "engine.cpu_optimizer=deepspeed"
     return found
 

@@ -101,15 +101,15 @@ SECTIONS = (
 def build_ds_config(cfg: RunConfig, world: int) -> dict[str, Any]:
     """Final DeepSpeed settings of a run on `world` ranks. Raises ConfigError with every disagreement."""
     base, faults = read_ds_config(cfg.engine)
-    owned, filled_in = _owned(cfg, world), _filled_in(cfg, world)
+    owned = _owned(cfg, world)
     base.pop(REASONS, None)
-    faults += _file_faults(cfg, base, owned, filled_in) + _override_faults(cfg, owned)
+    faults += _file_faults(cfg, base, owned) + _override_faults(cfg, owned)
     if faults:
         raise ConfigError(faults)
     final = copy.deepcopy(DEFAULTS)
     for path, value in [*leaves(base), *leaves(cfg.engine.overrides)]:
         if path not in owned and path.split(".")[0] not in BLOCKS:
-            _put(final, path, copy.deepcopy(filled_in.get(path, value) if value == AUTO else value))
+            _put(final, path, copy.deepcopy(value))
     for path, entry in owned.items():
         if entry.written is not None:
             _put(final, path, entry.written)
@@ -157,7 +157,7 @@ def _owned(cfg: RunConfig, world: int) -> dict[str, _Owned]:
     }
     for block in ("offload_optimizer", "offload_param"):
         device = getattr(engine, block)
-        nvme_path = engine.nvme_path if device == "nvme" else None
+        nvme_path = derive.nvme_folder(cfg) if device == "nvme" else None
         pin, path = cfg.memory.pin_memory, f"zero_optimization.{block}"
         table[f"{path}.device"] = _Owned(f"engine.{block}", device, device)
         table[f"{path}.nvme_path"] = _Owned("engine.nvme_path", engine.nvme_path, nvme_path)
@@ -165,32 +165,11 @@ def _owned(cfg: RunConfig, world: int) -> dict[str, _Owned]:
     return table
 
 
-def _filled_in(cfg: RunConfig, world: int) -> dict[str, Any]:
-    """What "auto" stands for where a file may just as well say something else."""
-    return {"zero_optimization.offload_param.buffer_size": _largest_shard(cfg, world)}
-
-
-def _largest_shard(cfg: RunConfig, world: int) -> int:
-    """Elements of the largest parameter's part on one rank, which a buffer of the NVMe swapper has to hold:
-    the vocabulary's matrix, an MLP's, or all experts' of a layer, which transformers keeps in one tensor."""
-    fields = derive.architecture(cfg.model)
-    vocab, hidden = fields.get("vocab_size", 0), fields.get("hidden_size", 0)
-    experts = fields.get("num_experts") or fields.get("num_local_experts") or 0
-    dense = fields.get("intermediate_size") or 4 * hidden  # null is four times the hidden size
-    dense = max(dense) if isinstance(dense, list) else dense
-    width = fields.get("moe_intermediate_size") or dense
-    largest = max(vocab * hidden, dense * hidden, experts * 2 * width * hidden)
-    # Unknown sizes get DeepSpeed's default of 1e8; two further elements a rank are room for padding.
-    return math.ceil(largest / world) + 2 if largest else 10**8
-
-
-def _file_faults(
-    cfg: RunConfig, base: dict[str, Any], owned: dict[str, _Owned], filled_in: dict[str, Any]
-) -> list[Fault]:
+def _file_faults(cfg: RunConfig, base: dict[str, Any], owned: dict[str, _Owned]) -> list[Fault]:
     """Values of the file that disagree with Hydra, and "auto" where nobody owns the setting."""
     file, faults = cfg.engine.ds_config or derive.ds_config_file(cfg.engine), []
     for path, value in leaves(base):
-        block, known = path.split(".")[0], path in owned or path in filled_in
+        block, known = path.split(".")[0], path in owned
         want = fix = ""
         if _is_section(path, owned) and not isinstance(value, dict):
             want, fix = "a section of settings", 'write {"enabled": "auto"} or the like'

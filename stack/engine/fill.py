@@ -14,6 +14,8 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import Tensor, nn
 
+from stack.engine.on_disk import at_hand, forget_states
+
 WEIGHT = "weight"
 
 
@@ -50,6 +52,8 @@ def fill(engine: Any, model: nn.Module, source: Source, with_states: bool) -> No
         optimizer.checkpoint_event_prologue()  # takes whole parameters apart
     with torch.no_grad():
         base.state.clear()
+        if sharded:
+            forget_states(optimizer)
         for part in _parts(optimizer):
             name = names[id(part.param)]
             _write(part, part.vector, source.read(name, WEIGHT, part.start, part.numel))
@@ -58,7 +62,8 @@ def fill(engine: Any, model: nn.Module, source: Source, with_states: bool) -> No
         for param in model.parameters():
             if not param.requires_grad:
                 _fill_frozen(param, names[id(param)], source, engine.global_rank if sharded else None)
-        _publish(optimizer)
+        if not sharded:
+            _publish(optimizer)
     if sharded:
         optimizer.checkpoint_event_epilogue()
     if source.loss_scaler is not None and getattr(optimizer, "dynamic_loss_scale", False):
@@ -70,14 +75,19 @@ def _write(part: _Part, target: Tensor, values: Tensor) -> None:
 
 
 def _parts(optimizer: Any) -> Iterator[_Part]:
+    """Each is to be written before the next is asked for: with states on a disk, one group is at hand at a time."""
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # ZeRO-3
-        for params, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
-            offset = 0
-            for param in params:
-                part = param.ds_tensor.numel()
-                start = optimizer._get_param_partition_rank(param) * part
-                yield _Part(param, start, max(0, min(part, param.ds_numel - start)), flat, offset)
-                offset += part
+        groups = zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
+        for group, (params, flat) in enumerate(groups):
+            with at_hand(optimizer, group):
+                offset = 0
+                for param in params:
+                    part = param.ds_tensor.numel()
+                    start = optimizer._get_param_partition_rank(param) * part
+                    yield _Part(param, start, max(0, min(part, param.ds_numel - start)), flat, offset)
+                    offset += part
+                # The weights that the model computes with, from the fp32 ones.
+                optimizer._reassign_or_swap_out_partitioned_parameters(group)
     elif hasattr(optimizer, "update_lp_params"):  # ZeRO-1 and 2; in bf16 ZeRO-1 is a class of its own
         groups = optimizer.bf16_groups if hasattr(optimizer, "bf16_groups") else optimizer.bit16_groups
         for params, group in zip(groups, optimizer.optimizer.param_groups, strict=True):
@@ -119,10 +129,7 @@ def _fill_frozen(param: nn.Parameter, name: str, source: Source, rank: int | Non
 
 def _publish(optimizer: Any) -> None:
     """Bring the weights that the model computes with into line with the fp32 ones."""
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        for group in range(len(optimizer.fp32_partitioned_groups_flat)):
-            optimizer._reassign_or_swap_out_partitioned_parameters(group)
-    elif hasattr(optimizer, "update_lp_params"):
+    if hasattr(optimizer, "update_lp_params"):
         optimizer.update_lp_params()
     elif hasattr(optimizer, "fp16_groups"):
         for group, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):

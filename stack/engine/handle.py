@@ -8,7 +8,6 @@ its own), hence each rank's sum is scaled by world / num_targets.
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from stack.data.batch import MicroBatch
 from stack.engine.capture import HostCopies
 from stack.engine.fill import Source, fill
 from stack.engine.module import StepModule
+from stack.engine.on_disk import remove_files, show_files
 from stack.errors import CheckpointError
 from stack.methods.base import Method
 
@@ -183,12 +183,14 @@ class Engine:
         """What this rank adds to the checkpoint `folder/tag`, which exists: path inside it -> content. Collective.
 
         to_host: the contents are copies in host memory, valid until the next call; otherwise the states themselves, to be
-        written before the next step. None in place of a content: the file is written already, which only states on an
-        NVMe disk are. Raises OSError or RuntimeError once DeepSpeed's collectives are through, if a rank cannot copy.
+        written before the next step. States on an NVMe disk are then read from there as they are written.
+        Raises OSError or RuntimeError once DeepSpeed's collectives are through, if a rank cannot copy.
         """
         self._collector.restart(folder / tag, self._copies if to_host else None)
-        # The states on NVMe are copied below: DeepSpeed's own copying would fail in between its barriers.
+        # DeepSpeed would copy the files of states on NVMe, in between its barriers, and read a part of them back.
         self._engine.zero_nvme_offload_optimizer = lambda: False
+        if hasattr(self._engine.optimizer, "swap_optimizer"):  # ZeRO-3
+            show_files(self._engine.optimizer)
         try:
             self._engine.save_checkpoint(str(folder), tag=tag, client_state=client_state, save_latest=False)
         finally:
@@ -196,20 +198,11 @@ class Engine:
         contents = self._collector.take()
         if to_host and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        if self._engine.zero_nvme_offload_optimizer():
-            contents |= self._copy_nvme_states(folder / tag)
         return contents
 
-    def _copy_nvme_states(self, target: Path) -> dict[str, None]:
-        source = Path(self._engine.optimizer.optimizer_swapper.swap_folder)
-        # Where and under what name DeepSpeed's load looks for them.
-        below = Path("offloaded_tensors") / f"rank{self._engine.global_rank:02d}"
-        shutil.copytree(source, target / below, ignore=shutil.ignore_patterns("*gradient*"))
-        files = (path for path in (target / below).rglob("*") if path.is_file())
-        return {path.relative_to(target).as_posix(): None for path in files}
-
     def load(self, folder: Path, tag: str) -> dict[str, Any]:
-        """Read what `capture` gave, once written, at the same number of ranks and stage. Returns the client state."""
+        """Read what `capture` gave, once written, at the same number of ranks and stage; not into states on NVMe. Returns the
+        client state."""
         groups = self._engine.optimizer.param_groups
         # The rate stays the saved one until the schedule sets the next step's: a run that stopped behind its last step, and
         # saves again without another, would else write the peak rate.
@@ -230,5 +223,7 @@ class Engine:
         fill(self._engine, self.model, source, with_states)
 
     def close(self) -> None:
-        """Remove DeepSpeed's hooks and buffers, so that another engine can live in this process."""
+        """Remove DeepSpeed's hooks, buffers and files, so that another engine can live in this process."""
+        if hasattr(self._engine.optimizer, "swap_optimizer"):
+            remove_files(self._engine.optimizer)
         self._engine.destroy()

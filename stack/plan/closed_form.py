@@ -126,6 +126,7 @@ def host_of(settings: Settings, machine: Machine, states: States, traffic: Traff
         buffer_bytes=round(PROCESS_GIB * GIB),
         checkpoint_copy_bytes=_checkpoint_copy(settings, machine, states),
         spilled_bytes=traffic.spilled_bytes,
+        nvme_bytes=states.nvme,
         ranks_a_node=min(settings.world, a_node),
     )
 
@@ -136,10 +137,8 @@ def _checkpoint_copy(settings: Settings, machine: Machine, states: States) -> in
     cfg = settings.cfg
     if not cfg.checkpoint.asynchronous or not (cfg.checkpoint.every or cfg.checkpoint.final):
         return 0
-    if cfg.engine.offload_optimizer == "nvme":  # copied from file to file
-        return 0
     elements = states.trained_elements
-    if machine.site.device == "cpu" or states.host_optimizer or not elements:
+    if machine.site.device == "cpu" or cfg.engine.offload_optimizer != "none" or not elements:
         return states.written
     whole, rest = divmod(elements, settings.sub_group)
     vectors = 3 if cfg.optim.name == "adamw" else 1

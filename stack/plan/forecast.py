@@ -97,6 +97,8 @@ class Host:
     """What a checkpoint is written from while training goes on."""
     spilled_bytes: int = 0
     """On the local disk, not in memory."""
+    nvme_bytes: int = 0
+    """The optimizer's files on an NVMe disk."""
     ranks_a_node: int = 1
 
     @property

@@ -67,8 +67,9 @@ def host_lines(found: Verdict) -> str:
         f"host memory, GiB: {host.rank_bytes / GIB:.1f} a rank ({told}), {host.node_bytes / GIB:.1f} a node of "
         f"{host.ranks_a_node} rank(s){there}"
     ]
-    if host.spilled_bytes:
-        lines.append(f"  on the local disk {host.spilled_bytes * host.ranks_a_node / GIB:.1f} GiB a node")
+    for place, size in (("memory.spill_folder", host.spilled_bytes), ("engine.nvme_path", host.nvme_bytes)):
+        if size:
+            lines.append(f"  in {place} {size * host.ranks_a_node / GIB:.1f} GiB a node")
     return "\n".join([*lines, f"disk: {forecast.checkpoint_bytes / GIB:.1f} GiB a checkpoint"])
 
 

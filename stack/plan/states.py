@@ -25,6 +25,8 @@ class States:
     """Of the copy of gradients that the update of one group makes on the device."""
     host_optimizer: int
     host_parameters: int
+    nvme: int
+    """The optimizer's files on an NVMe disk."""
     written: int
     """One rank's part of a checkpoint."""
     trained_elements: int
@@ -76,6 +78,7 @@ def states_of(settings: Settings, params: Sequence[Param]) -> States:
         largest_group=group,
         host_optimizer=optimizer + gradients_there if cfg.engine.offload_optimizer == "cpu" else 0,
         host_parameters=parameters if away and cfg.engine.offload_param == "cpu" else 0,
+        nvme=optimizer + 4 * sharded if cfg.engine.offload_optimizer == "nvme" else 0,
         # Without ZeRO the first rank writes for all.
         written=(0 if stage == 3 else parameters // world) + (optimizer if stage else optimizer // world),
         trained_elements=sharded,

@@ -1,5 +1,6 @@
-"""Whether the host has room for what the layers keep for backward and for the copy that checkpoints are written from, asked
-before the model is filled: a host that runs out kills ranks in the middle of a step, without a word."""
+"""Whether the host has room for what the layers keep for backward and for the copy that checkpoints are written from, and
+its disks for what goes there, asked before the model is filled: a host that runs out kills ranks in the middle of a step,
+without a word."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from stack.config import derive
 from stack.config.kept import HostBytes, host_bytes
 from stack.config.schema import RunConfig
 from stack.dist.env import RankEnv
@@ -99,6 +101,24 @@ def _below_a_layer(bound: float, layer: int) -> str:
         f"memory.host_gib={bound:g}: a layer keeps {layer / GIB:.3g} GiB a rank. Fix: "
         f"memory.host_gib={math.ceil(3 * layer / GIB)} or more"
     )
+
+
+def check_nvme_room(cfg: RunConfig, trained: int, env: RankEnv) -> None:
+    """One rank of each node asks for all of them, as above. trained: elements of the model's trained parameters."""
+    folder = derive.nvme_folder(cfg)
+    if cfg.engine.offload_optimizer != "nvme" or folder is None or env.local_rank != 0:
+        return
+    # fp32: weights, gradients and AdamW's two moments, each in a file of its own.
+    need = (16 if cfg.optim.name == "adamw" else 8) * trained * env.local_world // env.world
+    # An earlier start of this run may have left them; they are written over.
+    there = sum(path.stat().st_size for path in Path(folder).rglob("*.swp"))
+    free = shutil.disk_usage(Path(folder).parent).free + there
+    if need > free:
+        raise MemoryShortage(
+            f"engine.nvme_path={cfg.engine.nvme_path}: the optimizer of this node's {env.local_world} ranks takes "
+            f"{need / GIB:.1f} GiB ({need} bytes) there and {free / GIB:.1f} GiB ({free} bytes) are free. Fix: a folder with "
+            "more room, or more nodes"
+        )
 
 
 def _check_disk(folder: Path, need: int) -> None:

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from stack.engine.handle import Engine
 
 
-def make_layout(cfg: RunConfig, topology: Topology) -> dict[str, Any]:
-    """What the files of a checkpoint depend on, and the rows of a step."""
+def make_layout(cfg: RunConfig, ds_config: dict[str, Any], topology: Topology) -> dict[str, Any]:
+    """What the files of a checkpoint depend on, and the rows of a step. ds_config: the final DeepSpeed settings."""
+    zero = ds_config["zero_optimization"]
     return {
         "world": topology.world,
         "sp": topology.sp,
@@ -43,7 +44,9 @@ def make_layout(cfg: RunConfig, topology: Topology) -> dict[str, Any]:
         "optimizer": cfg.optim.name,
         "cpu_optimizer": cfg.engine.cpu_optimizer,
         "states_on": topology.device.type if cfg.engine.offload_optimizer == "none" else "host",
-        "nvme": "nvme" in (cfg.engine.offload_optimizer, cfg.engine.offload_param),
+        "nvme": cfg.engine.offload_optimizer == "nvme",
+        # Elements of the vectors that ZeRO-3 makes of its shards; DeepSpeed's default where nothing is said.
+        "sub_group": zero.get("sub_group_size", 10**9) if zero["stage"] == 3 else None,
         "rows_per_step": derive.rows_per_step(cfg, topology.world),
         "accumulation": cfg.engine.accumulation,
     }
@@ -82,8 +85,10 @@ def resume(
     other_rows = any(is_forced(f"data.{name}", cfg.checkpoint.force) for name in asdict(cfg.data))
     way = way_of(checkpoint, layout, other_rows or is_forced("seed", cfg.checkpoint.force))
     if not way.as_saved and topology.is_main:
+        before = checkpoint.manifest.layout
         tell(
-            f"cutting {checkpoint.path.name} anew: saved {_shape(checkpoint.manifest.layout)}, now {_shape(layout)}"
+            f"reading {checkpoint.path.name} parameter by parameter: saved {_shape(before, layout)}, "
+            f"now {_shape(layout, before)}"
         )
     start = time.monotonic()
     state = load_checkpoint(checkpoint, engine, loader, topology, way)
@@ -139,9 +144,12 @@ def _set_aside(folder: RunFolder, checkpoint: Checkpoint) -> None:
         ) from error
 
 
-def _shape(layout: dict[str, Any]) -> str:
+def _shape(layout: dict[str, Any], other: dict[str, Any]) -> str:
     world, sp = layout["world"], layout.get("sp", 1)
-    return f"on {world} rank(s), SP {sp}, ZeRO-{layout['stage']}, {layout.get('precision')}"
+    place = "an NVMe disk" if layout.get("nvme") else layout.get("states_on")
+    size = layout.get("sub_group")
+    groups = f" in groups of {size:,}" if size and size != other.get("sub_group") else ""
+    return f"on {world} rank(s), SP {sp}, ZeRO-{layout['stage']}, {layout.get('precision')}, states on {place}{groups}"
 
 
 def _tell_lr(cfg: RunConfig, checkpoint: Checkpoint, step: int, total_steps: int) -> None:

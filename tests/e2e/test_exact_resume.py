@@ -99,4 +99,7 @@ def test_on_four_ranks_the_data_goes_on_exactly_and_the_numbers_to_rounding(
         assert [line[key] for line in other] == pytest.approx([line[key] for line in straight], rel=1e-5)
     measured = [line["eval_loss"] for line in straight if "eval_loss" in line]
     assert [line["eval_loss"] for line in other if "eval_loss" in line] == pytest.approx(measured, rel=1e-5)
-    assert f"cutting step_{STOP:06d} anew: saved on 2 rank(s), SP 2, ZeRO-3" in elsewhere[name]["output"]
+    assert (
+        f"reading step_{STOP:06d} parameter by parameter: saved on 2 rank(s), SP 2, ZeRO-3"
+        in elsewhere[name]["output"]
+    )

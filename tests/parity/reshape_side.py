@@ -13,6 +13,7 @@ from stack.checkpoint.zero_files import WEIGHT, ZeroFiles
 from stack.config.schema import ParallelConfig, RunConfig
 from stack.dist.topology import Topology
 from stack.engine.handle import Engine
+from tests.disk_io import SMALLEST, use_plain_io
 from tests.parity.cases import ParityCase
 from tests.parity.rank_side import assemble, config_of, save_now, weights_of
 from tests.parity.reference import make_steps
@@ -30,17 +31,32 @@ class Shape:
     sp: int
     stage: int
     precision: str
+    disk: str = ""
+    """Optimizer states on a disk: `nvme`, or `pipeline` for reads and writes behind the updates."""
 
     @property
     def name(self) -> str:
-        return f"{self.world}-ranks-sp{self.sp}-zero{self.stage}-{self.precision}"
+        return (
+            f"{self.world}-ranks-sp{self.sp}-zero{self.stage}-{self.precision}{self.disk and f'-{self.disk}'}"
+        )
 
     def config(self, folder: str) -> RunConfig:
         cfg = config_of(ParityCase("1", self.stage, 1, "none", True, ""), folder, self.precision)
         # With a large eps the updates do not turn rounding of vanishing gradients into signs.
         optim = replace(cfg.optim, name="adamw", lr=LR, weight_decay=0.1, eps=1e-3)
         model, data = replace(cfg.model, freeze=FROZEN), replace(cfg.data, micro_batch=1)
-        return replace(cfg, optim=optim, model=model, data=data, parallel=ParallelConfig(sp=self.sp))
+        cfg = replace(cfg, optim=optim, model=model, data=data, parallel=ParallelConfig(sp=self.sp))
+        return self._with_states_on_disk(cfg, f"{folder}-nvme") if self.disk else cfg
+
+    def _with_states_on_disk(self, cfg: RunConfig, disk: str) -> RunConfig:
+        use_plain_io()
+        pipeline = self.disk == "pipeline"
+        offload = {"buffer_count": 12, "pipeline_read": pipeline, "pipeline_write": pipeline}
+        # Many groups, most of them above 1 KiB; those of norms stay in memory.
+        zero = {"sub_group_size": 2000, "offload_optimizer": offload}
+        overrides = {"zero_optimization": zero, "aio": {"block_size": SMALLEST}}
+        engine = replace(cfg.engine, offload_optimizer="nvme", nvme_path=disk, overrides=overrides)
+        return replace(cfg, engine=engine)
 
     def manifest(self) -> Manifest:
         layout = {"stage": self.stage, "world": self.world}

@@ -17,12 +17,17 @@ from tests.parity.reshape_side import Seen, Shape
 from tests.ranks import run_ranks
 
 SAVED = [Shape(2, 1, 0, "bf16"), Shape(2, 1, 1, "bf16"), Shape(2, 2, 2, "fp32"), Shape(2, 1, 3, "fp32")]
+IN_MEMORY, ON_DISK = Shape(2, 1, 3, "bf16"), Shape(2, 1, 3, "bf16", "nvme")
 PAIRS = [
     (SAVED[0], Shape(3, 1, 3, "bf16")),  # three ranks divide no parameter
     (SAVED[1], Shape(3, 1, 2, "bf16")),
     (SAVED[1], Shape(3, 1, 3, "fp32")),  # another type: the fp32 masters go on
     (SAVED[2], Shape(3, 1, 0, "fp32")),
     (SAVED[3], Shape(3, 1, 1, "fp32")),
+    (ON_DISK, Shape(3, 1, 3, "bf16", "nvme")),
+    (ON_DISK, Shape(3, 1, 1, "bf16")),
+    (SAVED[0], Shape(3, 1, 3, "bf16", "pipeline")),
+    (SAVED[3], Shape(3, 1, 3, "fp32", "nvme")),
 ]
 ROUNDING = {"fp32": 1e-5, "bf16": 1e-3}
 
@@ -51,7 +56,8 @@ def run_pairs(folder: str, out: str, saved: list[Shape], pairs: list[tuple[Shape
 
 @pytest.fixture(scope="module")
 def seen(folders: dict[bool, str], tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Seen]:
-    return run_pairs(folders[True], str(tmp_path_factory.mktemp("saved")), SAVED, PAIRS)
+    saved = [*SAVED, IN_MEMORY, ON_DISK]
+    return run_pairs(folders[True], str(tmp_path_factory.mktemp("saved")), saved, PAIRS)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0].name} to {pair[1].name}")
@@ -60,6 +66,10 @@ def test_everything_stored_arrives_and_training_goes_on(
 ) -> None:
     source, target = pair
     check(seen[source.name], seen[source.name, target.name], source.precision)
+
+
+def test_states_on_a_disk_leave_the_checkpoint_of_states_in_memory(seen: dict[Any, Seen]) -> None:
+    check(seen[IN_MEMORY.name], seen[ON_DISK.name], "bf16")
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from stack.engine.ds_config import build_ds_config
 from stack.errors import LaunchError
 
 ALONE = Topology(0, 1, 1, 1, 0, 0, torch.device("cpu"), None, None)
-NVME = ["engine.offload_optimizer=nvme", "engine.nvme_path=/tmp", "checkpoint=none"]
+NVME = ["engine.offload_optimizer=nvme", "engine.nvme_path=/tmp"]
 
 
 def settings(*overrides: str) -> dict[str, Any]:

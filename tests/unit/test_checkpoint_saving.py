@@ -291,23 +291,6 @@ def test_a_folder_that_cannot_be_written_is_a_failure_like_any_other(
         saver.save(engine, TrainState(step=2))
 
 
-def test_files_that_are_written_already_are_taken_as_they_are(tmp_path: Path) -> None:
-    """As optimizer states on an NVMe disk are."""
-
-    class OnDisk(FakeEngine):
-        def capture(self, folder: Path, tag: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
-            (folder / tag / "offloaded_tensors" / "rank00").mkdir(parents=True)
-            (folder / tag / "offloaded_tensors" / "rank00" / "a.swp").write_bytes(b"abc")
-            return super().capture(folder, tag, *args, **kwargs) | {"offloaded_tensors/rank00/a.swp": None}
-
-    saver = make_saver(tmp_path, one_rank())
-    saver.save(OnDisk(one_rank()), TrainState(step=3))
-    saver.wait()
-    path = tmp_path / "step_000003"
-    assert read_manifest(path).files["offloaded_tensors/rank00/a.swp"] == 3
-    verify_files(path, read_manifest(path))
-
-
 def test_the_same_state_is_not_saved_twice_and_another_of_the_same_step_replaces_it(
     tmp_path: Path, told: list[str]
 ) -> None:

@@ -110,7 +110,6 @@ BROKEN: list[tuple[list[str], str, str]] = [
     (["engine.offload_optimizer=nvme"], "engine.nvme_path", "NVMe"),
     (["engine=zero3_nvme"], "engine.nvme_path", "NVMe"),
     (["engine=zero3_nvme", "engine.nvme_path=/no/such/disk"], "engine.nvme_path", "exists"),
-    (["engine.offload_optimizer=nvme", "engine.nvme_path=/tmp"], "engine.offload_optimizer", "checkpoint=none"),
     (["engine.nvme_path=/tmp", "engine.offload_param=nvme"], "engine.offload_param", "empties"),
     (["engine.cpu_optimizer=deepspeed"], "engine.cpu_optimizer", "on the host"),
     (["engine.precision=fp16", "engine.stage=0"], "engine.stage", "never multiplied in"),

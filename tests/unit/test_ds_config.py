@@ -91,34 +91,16 @@ def test_offload(pin: bool) -> None:
     assert lower["zero_force_ds_cpu_optimizer"] is False
 
 
-@pytest.mark.parametrize(
-    ("fields", "world", "buffer"),
-    [
-        ({}, 4, 10**8),
-        ({"vocab_size": 1000, "hidden_size": 8, "intermediate_size": 16}, 4, 2002),
-        ({"vocab_size": 10, "hidden_size": 8, "intermediate_size": 16}, 3, 45),
-        (
-            {
-                "vocab_size": 10,
-                "hidden_size": 8,
-                "intermediate_size": 16,
-                "num_experts": 6,
-                "moe_intermediate_size": 4,
-            },
-            1,
-            386,
-        ),
-    ],
-)
-def test_nvme_buffers_hold_the_largest_shard(fields: dict[str, int], world: int, buffer: int) -> None:
-    cfg = _cfg(offload_optimizer="nvme", offload_param="nvme", nvme_path="/disk")
-    cfg.model.architecture = dict(fields)
-    cfg.parallel.sp = 1
-    zero = build_ds_config(cfg, world)["zero_optimization"]
-    assert zero["offload_param"]["buffer_size"] == buffer
-    assert zero["offload_param"]["nvme_path"] == zero["offload_optimizer"]["nvme_path"] == "/disk"
-    half = _cfg(offload_optimizer="nvme", offload_param="cpu", nvme_path="/disk")
-    assert "nvme_path" not in build_ds_config(half, 2)["zero_optimization"]["offload_param"]
+def test_each_run_has_a_folder_of_its_own_on_the_disk(tmp_path: Path) -> None:
+    """DeepSpeed names the files alike in all runs."""
+    found = set()
+    for out, name in (("a", "one"), ("a", "two"), ("b", "two")):
+        cfg = _cfg(offload_optimizer="nvme", offload_param="cpu", nvme_path="/disk")
+        cfg.out, cfg.name = str(tmp_path / out), name
+        zero = build_ds_config(cfg, 2)["zero_optimization"]
+        assert "nvme_path" not in zero["offload_param"]
+        found.add(zero["offload_optimizer"]["nvme_path"])
+    assert len(found) == 3 and {Path(folder).parent for folder in found} == {Path("/disk")}
 
 
 # DeepSpeed settings of a user's file -> the Hydra setting that they disagree with, or None where they agree.

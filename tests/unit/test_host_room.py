@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import stack.train.host_room as host_room
+from stack.config import derive
 from stack.config.compose import compose_config
 from stack.config.derive import REPO_ROOT
 from stack.config.kept import HostBytes
@@ -21,7 +22,7 @@ from stack.dist.host_memory import HostMemory, host_memory
 from stack.errors import MemoryShortage
 from stack.models.build import prepare_model
 from stack.models.registry import DEFAULT
-from stack.train.host_room import check_host_room, kept_bytes
+from stack.train.host_room import check_host_room, check_nvme_room, kept_bytes
 
 GIB = 1 << 30
 SETTINGS = ["model=bench", "data=random", "schedule.steps=1", "data.seq_len=1000", "parallel.sp=2"]
@@ -144,6 +145,23 @@ def test_with_a_folder_memory_is_needed_for_the_bound_and_disk_for_the_rest(
         ask(monkeypatch, HostMemory(10 * GIB, 20 * GIB), 12 * GIB, *spill)
     (text,) = ask(monkeypatch, HostMemory(7 * GIB, 20 * GIB), 11 * GIB, *spill)
     assert "a smaller memory.host_gib" in text
+
+
+def test_states_on_a_disk_need_their_room_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cfg = config("engine=zero3_nvme", f"engine.nvme_path={tmp_path}")
+    node = RankEnv(0, 4, 0, 2, "a", 1, "plain")  # one of two nodes
+    monkeypatch.setattr(host_room.shutil, "disk_usage", lambda _: SimpleNamespace(free=4 * GIB))
+    check_nvme_room(cfg, GIB // 2, node)
+    with pytest.raises(MemoryShortage, match=r"2 ranks takes 8\.0 GiB \(\d+ bytes\) there and 4\.0 GiB"):
+        check_nvme_room(cfg, GIB, node)
+    check_nvme_room(replace(cfg, optim=replace(cfg.optim, name="sgd")), GIB, node)
+    check_nvme_room(cfg, GIB, replace(node, rank=1, local_rank=1))
+    left = Path(derive.nvme_folder(cfg) or "") / "zero_stage_3" / "optimizer" / "rank0" / "1_2.tensor.swp"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"8 bytes!")
+    check_nvme_room(cfg, GIB // 2 + 1, node)  # 8 bytes more than are free, but for those
+    with pytest.raises(MemoryShortage):
+        check_nvme_room(cfg, GIB // 2 + 2, node)
 
 
 def test_a_bound_below_one_layer_is_refused_before_the_model_is_filled(tmp_path: Path) -> None:

@@ -293,8 +293,11 @@ def test_the_copy_that_a_checkpoint_is_written_from_is_in_the_hosts_memory() -> 
         written < copied() == 3 * (2**32 + 2**27)
     )  # groups of 1e9 and 24e6 fp32 numbers, each up to a power of two
     assert copied("checkpoint.asynchronous=false") == copied("checkpoint=none") == 0
-    assert copied("engine=zero3_nvme", "engine.nvme_path=/tmp") == 0  # from file to file
-    assert copied("engine=zero3_nvme", "engine.nvme_path=/tmp") == 0  # from file to file
+    nvme = ("engine=zero3_nvme", "engine.nvme_path=/tmp")
+    assert copied(*nvme) == written and copied(*nvme, "checkpoint.asynchronous=false") == 0
+    on_disk = _planned([*base, *nvme], 8)
+    # fp32: weights, two moments and gradients; all but the last are saved
+    assert 3 * on_disk.host.nvme_bytes == 4 * written and on_disk.host.optimizer_bytes == 0
     assert (
         copied("engine=zero3_offload_optimizer") == written
     )  # from host memory, which is not page-locked for it

@@ -1,0 +1,60 @@
+"""Optimizer states that DeepSpeed keeps on an NVMe disk between steps, group by group.
+
+DeepSpeed 0.19 saves a copy of their files, and reads neither moments nor small groups back. Here a checkpoint holds what it
+would hold with the states in host memory, so that it is read, cut anew and exported as any other, and the files on the
+disk are of no more use than memory is once a run has ended.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def show_files(optimizer: Any) -> None:
+    """Let the tensors that are empty between steps show the files on the disk, without memory of their own. They show what
+    the next step writes, too: read them before.
+
+    optimizer: DeepSpeed's of ZeRO-3, with or without states on a disk.
+    """
+    if optimizer.swap_optimizer:
+        for group in optimizer.optimizer_swapper.swap_params_info.values():
+            for each in group.tensors:
+                dtype, size = each.compute_tensor.dtype, group.numel()
+                each.compute_tensor.data = torch.from_file(
+                    each.swap_path, shared=False, size=size, dtype=dtype
+                )
+
+
+def forget_states(optimizer: Any) -> None:
+    """Before other states are put in place of those on the disk: no group has moments until it is next at hand."""
+    if optimizer.swap_optimizer:
+        optimizer.optimizer_swapper.purge_state()
+
+
+@contextmanager
+def at_hand(optimizer: Any, group: int) -> Iterator[None]:
+    """The fp32 weights and states of a group in host memory; behind it they are on the disk again, with what was changed."""
+    if not optimizer._swappable_optimizer_subgroup(group):  # among them groups below 1 MiB
+        yield
+        return
+    optimizer._optimizer_states_and_gradient_swap_in(group)
+    try:
+        yield
+    finally:
+        optimizer._optimizer_states_and_gradient_swap_out(group)
+
+
+def remove_files(optimizer: Any) -> None:
+    """Of this rank, which takes no further step."""
+    if optimizer.swap_optimizer:
+        folder = Path(optimizer.optimizer_swapper.swap_folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # until the last rank of the node has removed its own
+            for parent in list(folder.parents)[:3]:  # optimizer, zero_stage_3 and the run's
+                parent.rmdir()
