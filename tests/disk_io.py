@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,10 @@ _locked: list[Tensor] = []
 
 
 class Handle:
-    """What DeepSpeed's swappers use of `aio_handle`. All is done at once; `wait` returns the number of calls before it."""
+    """What DeepSpeed's swappers use of `aio_handle`. Nothing is done before `wait`, which returns the number of calls."""
 
     def __init__(self, **settings: Any):
-        self._calls = 0
+        self._waiting: list[Callable[[], object]] = []
 
     def new_cpu_locked_tensor(self, numel: int, like: Tensor) -> Tensor:
         _locked.append(torch.empty(numel, dtype=like.dtype))
@@ -32,22 +34,31 @@ class Handle:
         return tensor.numel() > 0 and any(each.untyped_storage().data_ptr() == own for each in _locked)
 
     def async_pread(self, buffer: Tensor, path: str, offset: int) -> int:
-        found = torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=buffer.dtype)
-        buffer.copy_(found[: buffer.numel()])
-        return self._count(offset)
+        return self._put_off(partial(_read, buffer, Path(path)), offset)
 
     def async_pwrite(self, buffer: Tensor, path: str, offset: int) -> int:
-        Path(path).write_bytes(buffer.detach().numpy().tobytes())
-        return self._count(offset)
+        return self._put_off(partial(_write, buffer, Path(path)), offset)
 
-    def _count(self, offset: int) -> int:
+    def _put_off(self, action: Callable[[], object], offset: int) -> int:
         assert offset == 0, "DeepSpeed's swappers write whole files"
-        self._calls += 1
+        self._waiting.append(action)
         return 0
 
     def wait(self) -> int:
-        calls, self._calls = self._calls, 0
-        return calls
+        waiting, self._waiting = self._waiting, []
+        assert waiting, "nothing to wait for"
+        for action in waiting:
+            action()
+        return len(waiting)
+
+
+def _read(buffer: Tensor, path: Path) -> None:
+    buffer.copy_(torch.frombuffer(bytearray(path.read_bytes()), dtype=buffer.dtype)[: buffer.numel()])
+
+
+def _write(buffer: Tensor, path: Path) -> None:
+    with open(path, "r+b" if path.exists() else "wb") as file:  # a longer file stays as long
+        file.write(buffer.detach().numpy().tobytes())
 
 
 class _Builder:
@@ -65,4 +76,4 @@ def use_plain_io() -> None:
 
     optimizer_utils.MIN_AIO_BYTES = SMALLEST
     for module in (partitioned_optimizer_swapper, pipelined_optimizer_swapper):
-        module.AsyncIOBuilder = _Builder
+        setattr(module, "AsyncIOBuilder", _Builder)  # noqa: B010  pyright knows no such name in a module

@@ -291,7 +291,7 @@ def _not_modelled(cfg: RunConfig) -> Iterator[str]:
         yield f"model.attention={cfg.model.attention}: counted as torch's FlashAttention 2"
     if cfg.memory.fused_kernels in ("liger", "compiled"):
         yield f"memory.fused_kernels={cfg.memory.fused_kernels}: counted with the fused norm alone"
-    if "nvme" in (cfg.engine.offload_optimizer, cfg.engine.offload_param):
+    if cfg.engine.offload_optimizer == "nvme":
         yield "NVMe: what lies on it is counted as host memory, its buffers are not"
     if cfg.engine.offload_optimizer != "none" and cfg.engine.cpu_optimizer == "deepspeed":
         yield "DeepSpeed's CPUAdam: counted as torch's AdamW on the host"

@@ -68,10 +68,9 @@ def countable(cfg: RunConfig, num_layers: int) -> RunConfig:
         # As stack/parallel/fused.py chooses.
         left_alone = memory.fused_kernels == "auto" and cfg.site.device == "cpu"
         memory = replace(memory, fused_kernels="none" if left_alone else "torch")
-    on_host = {
-        name: "cpu" for name in ("offload_optimizer", "offload_param") if getattr(cfg.engine, name) == "nvme"
-    }
-    engine = replace(cfg.engine, cpu_optimizer="torch", nvme_path=None, **on_host)
+    engine = replace(cfg.engine, cpu_optimizer="torch", nvme_path=None)
+    if engine.offload_optimizer == "nvme":
+        engine = replace(engine, offload_optimizer="cpu")
     return replace(cfg, model=model, memory=memory, engine=engine)
 
 

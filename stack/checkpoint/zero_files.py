@@ -65,6 +65,8 @@ class ZeroFiles:
         """Keys of the optimizer's states, such as exp_avg."""
         self.step = 0.0
         """Updates that the optimizer has counted."""
+        self.lr = 0.0
+        """Learning rate of the newest of them."""
         self.loss_scaler: Any = None
         """DeepSpeed's, of a 16-bit run."""
         self._places: dict[str, list[_Place]] = {}
@@ -150,7 +152,8 @@ class ZeroFiles:
 
     def _take_stage_0(self, model: dict[str, Any], trained: list[str]) -> None:
         optimizer, file = model["optimizer"], _model_name(0, 0)
-        states = optimizer.get("optimizer_state_dict", optimizer)["state"]
+        base = optimizer.get("optimizer_state_dict", optimizer)
+        self.lr, states = base["param_groups"][0]["lr"], base["state"]
         masters = [tensor for group in optimizer.get("fp32_groups", ()) for tensor in group]
         for index, name in enumerate(trained):
             master = masters[index] if masters else model["module"][PREFIX + name]
@@ -162,7 +165,8 @@ class ZeroFiles:
         saved = self._open(file.name)["optimizer_state_dict"]
         self.loss_scaler = saved.get("loss_scaler")
         masters = saved["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"]
-        states = saved["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]["state"]
+        base = saved["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
+        self.lr, states = base["param_groups"][0]["lr"], base["state"]
         for group, master in enumerate(masters):
             self._take_vector((rank, group), file.name, master, states.get(group, {}))
             if stage == 3:

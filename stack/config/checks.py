@@ -122,7 +122,7 @@ def _offload(cfg: RunConfig) -> Iterator[Fault]:
     if optimizer == "cpu" and engine.stage == 0:
         want = "none at engine.stage=0, which shards no optimizer states"
         yield Fault(key, optimizer, want, "engine.stage=1, 2 or 3")
-    if "nvme" in (optimizer, param):
+    if optimizer == "nvme":
         path = engine.nvme_path
         if not path:
             fix = "engine.nvme_path=/local_nvme"

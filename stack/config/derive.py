@@ -148,7 +148,7 @@ def ds_config_file(engine: EngineConfig) -> Path | None:
         return None
     name = f"zero{engine.stage}"
     if engine.stage == 3:
-        if "nvme" in (engine.offload_optimizer, engine.offload_param):
+        if engine.offload_optimizer == "nvme":
             name = "zero3_nvme"
         elif engine.offload_param == "cpu":
             name = "zero3_offload_all"

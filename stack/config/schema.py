@@ -181,7 +181,8 @@ class EngineConfig:
     73 ms for 50 M parameters on one core) and compiled at first use, which takes minutes and a C++ compiler."""
 
     nvme_path: str | None = None
-    """Folder on a local NVMe disk; needed with `nvme`."""
+    """Folder on a local NVMe disk; needed with `nvme`: 16 bytes a trained parameter with AdamW, shared by all ranks. Each run
+    has its own folder there, and removes it at its normal end."""
 
     max_nonfinite_steps: int = 3
     """Steps in a row with a NaN or inf loss or gradient that are skipped before the run stops. 0: stop at the

@@ -215,6 +215,10 @@ def _together(final: dict[str, Any]) -> list[Fault]:
     if zero["stage"] in (1, 2) and zero.get("round_robin_gradients"):
         want = "false: no reader knows that order, so exports and resumes on other ranks get wrong weights"
         faults.append(Fault("zero_optimization.round_robin_gradients", True, want, "leave it out"))
+    share = _at(final, "zero_optimization.offload_optimizer.ratio")
+    if share is not None and share != 1:
+        want = "1: DeepSpeed steps the rest by an optimizer that no schedule and no checkpoint knows"
+        faults.append(Fault("zero_optimization.offload_optimizer.ratio", share, want, "leave it out"))
     for path in SIZES:
         size = _at(final, path)
         if (size and size != 1) or size is True:

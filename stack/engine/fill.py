@@ -24,6 +24,7 @@ class Source(Protocol):
 
     states: set[str]
     step: float
+    lr: float
     loss_scaler: Any
 
     def read(
@@ -66,6 +67,8 @@ def fill(engine: Any, model: nn.Module, source: Source, with_states: bool) -> No
             _publish(optimizer)
     if sharded:
         optimizer.checkpoint_event_epilogue()
+    for group in optimizer.param_groups:
+        group["lr"] = source.lr
     if source.loss_scaler is not None and getattr(optimizer, "dynamic_loss_scale", False):
         optimizer.loss_scaler = source.loss_scaler
 

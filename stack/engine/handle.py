@@ -50,14 +50,14 @@ class _Collector(CheckpointEngine):
     def restart(self, folder: Path, copies: HostCopies | None) -> None:
         self._folder, self._copies = folder, copies
         self._contents: dict[str, Any] = {}
-        self._error: Exception | None = None
+        self.error: Exception | None = None
         if copies is not None:
             copies.restart()
 
     def take(self) -> dict[str, Any]:
         contents, self._contents = self._contents, {}
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return contents
 
     def save(self, state_dict: Any, path: str) -> None:
@@ -65,7 +65,7 @@ class _Collector(CheckpointEngine):
             kept = state_dict if self._copies is None else self._copies.copy(state_dict)
             self._contents[Path(path).relative_to(self._folder).as_posix()] = kept
         except Exception as error:  # noqa: BLE001  raised by `take`: the other ranks wait in DeepSpeed's barriers
-            self._error = error
+            self.error = error
 
     def load(self, path: str, map_location: Any = None) -> Any:
         return self._inner.load(path, map_location=map_location)
@@ -190,7 +190,10 @@ class Engine:
         # DeepSpeed would copy the files of states on NVMe, in between its barriers, and read a part of them back.
         self._engine.zero_nvme_offload_optimizer = lambda: False
         if hasattr(self._engine.optimizer, "swap_optimizer"):  # ZeRO-3
-            show_files(self._engine.optimizer)
+            try:
+                show_files(self._engine.optimizer)
+            except (OSError, RuntimeError) as error:  # as in `_Collector.save`
+                self._collector.error = error
         try:
             self._engine.save_checkpoint(str(folder), tag=tag, client_state=client_state, save_latest=False)
         finally:
@@ -205,7 +208,7 @@ class Engine:
         client state."""
         groups = self._engine.optimizer.param_groups
         # The rate stays the saved one until the schedule sets the next step's: a run that stopped behind its last step, and
-        # saves again without another, would else write the peak rate.
+        # saves again without another, would else write the peak rate. So in `fill`.
         asked = [
             {key: value for key, value in group.items() if key not in ("params", "lr")} for group in groups
         ]

@@ -20,14 +20,15 @@ def show_files(optimizer: Any) -> None:
     """Let the tensors that are empty between steps show the files on the disk, without memory of their own. They show what
     the next step writes, too: read them before.
 
-    optimizer: DeepSpeed's of ZeRO-3, with or without states on a disk.
+    optimizer: DeepSpeed's of ZeRO-3, with or without states on a disk. Raises OSError or RuntimeError for a file that is
+    missing or short.
     """
     if optimizer.swap_optimizer:
-        for group in optimizer.optimizer_swapper.swap_params_info.values():
+        swapper = optimizer.optimizer_swapper
+        for group in swapper.swap_params_info.values():
             for each in group.tensors:
-                dtype, size = each.compute_tensor.dtype, group.numel()
                 each.compute_tensor.data = torch.from_file(
-                    each.swap_path, shared=False, size=size, dtype=dtype
+                    each.swap_path, shared=False, size=group.numel(), dtype=swapper.dtype
                 )
 
 

@@ -22,6 +22,7 @@ DEEPSPEED = {
     "stage3_max_live_parameters": 1_000_000_000,
     "stage3_max_reuse_distance": 1_000_000_000,
     "sub_group_size": 1_000_000_000,
+    "buffer_count": 4,
 }
 """DeepSpeed's own values where neither the file nor `engine.overrides` says one (runtime/zero/config.py)."""
 
@@ -36,6 +37,8 @@ class Settings:
     work: Work
     zero: ZeroSettings
     sub_group: int
+    nvme_buffers: int
+    """Each for one group of an optimizer on NVMe."""
     lean: bool
     fused_norms: bool
     documents: tuple[int, ...]
@@ -110,6 +113,7 @@ def resolve(cfg: RunConfig, world: int, documents: tuple[int, ...] | None = None
         work=work,
         zero=zero,
         sub_group=numbers["sub_group_size"],
+        nvme_buffers=numbers["buffer_count"],
         lean=lean,
         fused_norms=fused,
         documents=lengths,
@@ -192,8 +196,8 @@ def _not_modelled(cfg: RunConfig, shape: Shape) -> list[str]:
         )
     if cfg.model.attention not in ("sdpa", "flash_attention_2", "flash_attention_3"):
         found.append(f"scratch of {cfg.model.attention}: counted as that of FlashAttention 2")
-    if "nvme" in (cfg.engine.offload_optimizer, cfg.engine.offload_param):
-        found.append("speed and buffers of DeepSpeed's NVMe swapping")
+    if cfg.engine.offload_optimizer == "nvme":
+        found.append("speed of DeepSpeed's NVMe swapping")
     if cfg.engine.offload_param != "none":
         found.append("time of fetching parameters from where they are offloaded")
     if shape.num_experts:

@@ -69,14 +69,18 @@ def states_of(settings: Settings, params: Sequence[Param]) -> States:
         largest = max((-(-param.numel // world) for param in trained), default=0)
         group = 4 * largest + 8 * (min(largest, NORM_PART) if stage == 3 else largest)
     # On the host: fp32 gradients twice, the partition's buffer and those that the optimizer reads.
-    gradients_there = 2 * 4 * sharded
+    host_optimizer = optimizer + 2 * 4 * sharded if cfg.engine.offload_optimizer == "cpu" else 0
+    if cfg.engine.offload_optimizer == "nvme":
+        # The partition's buffer, and those that files are read into; all gradients pass the device before the first is written.
+        host_optimizer = 4 * sharded + 4 * settings.nvme_buffers * min(sharded, settings.sub_group)
+        group += 4 * (sharded - largest)
     return States(
         parameters=0 if away else parameters,
         gradients=0 if on_host else gradients,
         optimizer=0 if on_host else optimizer,
         buckets=buckets,
         largest_group=group,
-        host_optimizer=optimizer + gradients_there if cfg.engine.offload_optimizer == "cpu" else 0,
+        host_optimizer=host_optimizer,
         host_parameters=parameters if away and cfg.engine.offload_param == "cpu" else 0,
         nvme=optimizer + 4 * sharded if cfg.engine.offload_optimizer == "nvme" else 0,
         # Without ZeRO the first rank writes for all.

@@ -103,21 +103,21 @@ def _below_a_layer(bound: float, layer: int) -> str:
     )
 
 
-def check_nvme_room(cfg: RunConfig, trained: int, env: RankEnv) -> None:
-    """One rank of each node asks for all of them, as above. trained: elements of the model's trained parameters."""
+def make_nvme_room(cfg: RunConfig, trained: int, env: RankEnv) -> None:
+    """One rank of each node asks for all of them, as above, and removes what an earlier start of this run left behind when
+    it was killed. trained: elements of the model's trained parameters."""
     folder = derive.nvme_folder(cfg)
     if cfg.engine.offload_optimizer != "nvme" or folder is None or env.local_rank != 0:
         return
     # fp32: weights, gradients and AdamW's two moments, each in a file of its own.
     need = (16 if cfg.optim.name == "adamw" else 8) * trained * env.local_world // env.world
-    # An earlier start of this run may have left them; they are written over.
-    there = sum(path.stat().st_size for path in Path(folder).rglob("*.swp"))
-    free = shutil.disk_usage(Path(folder).parent).free + there
+    shutil.rmtree(folder, ignore_errors=True)
+    free = shutil.disk_usage(Path(folder).parent).free
     if need > free:
         raise MemoryShortage(
             f"engine.nvme_path={cfg.engine.nvme_path}: the optimizer of this node's {env.local_world} ranks takes "
             f"{need / GIB:.1f} GiB ({need} bytes) there and {free / GIB:.1f} GiB ({free} bytes) are free. Fix: a folder with "
-            "more room, or more nodes"
+            f"more room ({Path(folder).parent}/run-* are of runs that go on or were killed), or more nodes"
         )
 
 

@@ -146,7 +146,7 @@ def _set_aside(folder: RunFolder, checkpoint: Checkpoint) -> None:
 
 def _shape(layout: dict[str, Any], other: dict[str, Any]) -> str:
     world, sp = layout["world"], layout.get("sp", 1)
-    place = "an NVMe disk" if layout.get("nvme") else layout.get("states_on")
+    place = "an NVMe disk" if layout.get("nvme") else layout.get("states_on", "the same device")
     size = layout.get("sub_group")
     groups = f" in groups of {size:,}" if size and size != other.get("sub_group") else ""
     return f"on {world} rank(s), SP {sp}, ZeRO-{layout['stage']}, {layout.get('precision')}, states on {place}{groups}"

@@ -50,7 +50,7 @@ from stack.train.feeding import LoaderHook, make_eval_rows, make_loader, open_st
 from stack.train.folder import RunFolder, take_folder, write_config
 from stack.train.forecast import Outlook, announce, look_ahead
 from stack.train.hooks import CheckpointHook, EvaluationHook, Hook, StallHook
-from stack.train.host_room import check_host_room, check_nvme_room
+from stack.train.host_room import check_host_room, make_nvme_room
 from stack.train.journal import JournalHook, read_journal
 from stack.train.loop import Job, train
 from stack.train.memory_advice import advise_host, explain, is_shortage
@@ -110,7 +110,7 @@ def run_ranks(
     on_gpu = topology.device.type == "cuda"
     check_host_room(cfg, blank.built.spec, watch.env, on_gpu, outlook.checkpoint_copy_bytes, tell)
     trained = sum(param.numel() for param in blank.built.model.parameters() if param.requires_grad)
-    check_nvme_room(cfg, trained, watch.env)
+    make_nvme_room(cfg, trained, watch.env)
     if on_gpu and cfg.engine.offload_optimizer != "none":
         use_cores(watch.env.local_world)
     stores = open_stores(cfg, topology)

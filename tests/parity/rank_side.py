@@ -136,10 +136,12 @@ def weights_of(engine: Engine) -> dict[str, Tensor]:
     return {name: value for name, value in engine.named_full_parameters() if value is not None}
 
 
-def save_now(engine: Engine, folder: Path, tag: str, client_state: dict[str, Any]) -> None:
+def save_now(
+    engine: Engine, folder: Path, tag: str, client_state: dict[str, Any], to_host: bool = False
+) -> None:
     """Every rank's files below `folder/tag`, without what makes a checkpoint of them. Collective."""
     (folder / tag).mkdir(parents=True, exist_ok=True)
-    for name, content in engine.capture(folder, tag, client_state, to_host=False).items():
+    for name, content in engine.capture(folder, tag, client_state, to_host).items():
         torch.save(content, folder / tag / name)
     if torch.distributed.is_initialized():
         torch.distributed.barrier()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,6 +72,7 @@ class Seen:
     weights: dict[str, Tensor]
     stored: dict[tuple[str, str], Tensor]
     step: float
+    lr: float
 
 
 def go_on(engine: Engine, topology: Topology) -> list[float]:
@@ -96,8 +98,9 @@ def save_and_go_on(folder: str, out: str, shapes: list[Shape]) -> dict[str, Seen
         for rows in make_steps("packed")[:2]:
             one_step(engine, topology, rows, LR)
         save_now(engine, Path(out), shape.name, {"step": 2})
+        check_disk(engine, shape)
         found[shape.name] = look(engine, topology, ZeroFiles(Path(out) / shape.name, shape.manifest()))
-        engine.close()
+        close(engine, topology, f"{folder}-nvme")
     return found
 
 
@@ -109,17 +112,36 @@ def fill_and_go_on(
     for source, target in pairs:
         topology = topology_of(target.sp)
         engine = assemble(target.config(folder), topology, DTYPES[target.precision])
-        one_step(engine, topology, make_steps("packed")[0], LR)  # a live engine, which has states of its own
+        one_step(engine, topology, make_steps("packed")[0], 3 * LR)  # a live engine, with states of its own
         engine.fill(ZeroFiles(Path(out) / source.name, source.manifest()), with_states)
         again = Path(out) / f"{source.name}-to-{target.name}"
-        save_now(engine, again.parent, again.name, {"step": 2})
+        save_now(engine, again.parent, again.name, {"step": 2}, to_host=target.disk == "pipeline")
+        check_disk(engine, target)
         found[source.name, target.name] = look(engine, topology, ZeroFiles(again, target.manifest()))
-        engine.close()
+        close(engine, topology, f"{folder}-nvme")
     return found
+
+
+def close(engine: Engine, topology: Topology, disk: str) -> None:
+    engine.close()
+    topology.barrier()
+    assert not Path(disk).exists() or not list(Path(disk).iterdir())
+
+
+def check_disk(engine: Engine, shape: Shape) -> None:
+    """Weights and both moments of this rank's groups are on the disk, where they are to be."""
+    if shape.disk:
+        optimizer: Any = engine._engine.optimizer
+        names = [file.name for file in Path(optimizer.optimizer_swapper.swap_folder).iterdir()]
+        groups = [group.ds_id for group in optimizer.fp32_partitioned_groups_flat]
+        on_disk = [group for group in groups if f"{group}.tensor.swp" in names]
+        assert 1 < len(on_disk) < len(groups), "all groups, or one or none, are on the disk"
+        wanted = [f"{key}-{group}.tensor.swp" for group in on_disk for key in ("exp_avg", "exp_avg_sq")]
+        assert set(wanted) <= set(names)
 
 
 def look(engine: Engine, topology: Topology, files: ZeroFiles) -> Seen:
     stored = stored_in(files) if topology.is_main else {}
     losses = go_on(engine, topology)
     weights = weights_of(engine)
-    return Seen(losses, weights, stored, files.step)
+    return Seen(losses, weights, stored, files.step, files.lr)

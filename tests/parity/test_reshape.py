@@ -34,7 +34,7 @@ ROUNDING = {"fp32": 1e-5, "bf16": 1e-3}
 
 def check(before: Seen, after: Seen, precision: str) -> None:
     """Raises AssertionError."""
-    assert after.stored.keys() == before.stored.keys() and after.step == before.step
+    assert after.stored.keys() == before.stored.keys() and (after.step, after.lr) == (before.step, before.lr)
     assert [key for key, value in before.stored.items() if not torch.equal(after.stored[key], value)] == []
     assert after.losses == pytest.approx(before.losses, rel=ROUNDING[precision])
 

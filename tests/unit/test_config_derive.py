@@ -92,7 +92,7 @@ def test_lengths_of_a_run(schedule: ScheduleConfig, total: int, decay: int) -> N
         (EngineConfig(stage=3), "zero3"),
         (EngineConfig(stage=3, offload_optimizer="cpu"), "zero3_offload_optimizer"),
         (EngineConfig(stage=3, offload_optimizer="cpu", offload_param="cpu"), "zero3_offload_all"),
-        (EngineConfig(stage=3, offload_optimizer="cpu", offload_param="nvme"), "zero3_nvme"),
+        (EngineConfig(stage=3, offload_optimizer="nvme", offload_param="cpu"), "zero3_nvme"),
     ],
 )
 def test_the_deepspeed_file_follows_the_stage(engine: EngineConfig, name: str) -> None:

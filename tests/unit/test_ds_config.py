@@ -208,6 +208,16 @@ def test_overrides_win_over_the_file() -> None:
     assert overrides["new"] is not final["new"]
 
 
+def test_a_part_of_the_optimizer_cannot_stay_on_the_device() -> None:
+    for ratio in (1.0, 0.5):
+        overrides = {"zero_optimization": {"offload_optimizer": {"ratio": ratio}}}
+        cfg = _cfg(stage=3, offload_optimizer="cpu", overrides=overrides)
+        if ratio == 1:
+            assert build_ds_config(cfg, 4)["zero_optimization"]["offload_optimizer"]["ratio"] == 1
+        else:
+            assert [fault.key for fault in _faults(cfg)] == ["zero_optimization.offload_optimizer.ratio"]
+
+
 def test_overlap_below_stage_2_is_refused_before_deepspeed_does() -> None:
     overlap = {"zero_optimization": {"overlap_comm": True}}
     assert build_ds_config(_cfg(stage=2, overrides=overlap), 4)["zero_optimization"]["overlap_comm"] is True

@@ -22,7 +22,7 @@ from stack.dist.host_memory import HostMemory, host_memory
 from stack.errors import MemoryShortage
 from stack.models.build import prepare_model
 from stack.models.registry import DEFAULT
-from stack.train.host_room import check_host_room, check_nvme_room, kept_bytes
+from stack.train.host_room import check_host_room, kept_bytes, make_nvme_room
 
 GIB = 1 << 30
 SETTINGS = ["model=bench", "data=random", "schedule.steps=1", "data.seq_len=1000", "parallel.sp=2"]
@@ -151,17 +151,20 @@ def test_states_on_a_disk_need_their_room_there(monkeypatch: pytest.MonkeyPatch,
     cfg = config("engine=zero3_nvme", f"engine.nvme_path={tmp_path}")
     node = RankEnv(0, 4, 0, 2, "a", 1, "plain")  # one of two nodes
     monkeypatch.setattr(host_room.shutil, "disk_usage", lambda _: SimpleNamespace(free=4 * GIB))
-    check_nvme_room(cfg, GIB // 2, node)
+    make_nvme_room(cfg, GIB // 2, node)
     with pytest.raises(MemoryShortage, match=r"2 ranks takes 8\.0 GiB \(\d+ bytes\) there and 4\.0 GiB"):
-        check_nvme_room(cfg, GIB, node)
-    check_nvme_room(replace(cfg, optim=replace(cfg.optim, name="sgd")), GIB, node)
-    check_nvme_room(cfg, GIB, replace(node, rank=1, local_rank=1))
+        make_nvme_room(cfg, GIB, node)
+    make_nvme_room(replace(cfg, optim=replace(cfg.optim, name="sgd")), GIB, node)
+    make_nvme_room(cfg, GIB, replace(node, rank=1, local_rank=1))
     left = Path(derive.nvme_folder(cfg) or "") / "zero_stage_3" / "optimizer" / "rank0" / "1_2.tensor.swp"
     left.parent.mkdir(parents=True)
-    left.write_bytes(b"8 bytes!")
-    check_nvme_room(cfg, GIB // 2 + 1, node)  # 8 bytes more than are free, but for those
-    with pytest.raises(MemoryShortage):
-        check_nvme_room(cfg, GIB // 2 + 2, node)
+    left.write_bytes(b"of a start that was killed, on other ranks")
+    other = tmp_path / "run-0123456789ab"
+    other.mkdir()
+    make_nvme_room(cfg, 1, replace(node, rank=1, local_rank=1))
+    assert left.exists()
+    make_nvme_room(cfg, 1, node)
+    assert not left.exists() and other.is_dir()
 
 
 def test_a_bound_below_one_layer_is_refused_before_the_model_is_filled(tmp_path: Path) -> None:
