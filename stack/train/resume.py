@@ -148,7 +148,7 @@ def _shape(layout: dict[str, Any], other: dict[str, Any]) -> str:
     world, sp = layout["world"], layout.get("sp", 1)
     place = "an NVMe disk" if layout.get("nvme") else layout.get("states_on", "the same device")
     size = layout.get("sub_group")
-    groups = f" in groups of {size:,}" if size and size != other.get("sub_group") else ""
+    groups = f" in groups of {size:,}" if size and other.get("sub_group") not in (size, None) else ""
     return f"on {world} rank(s), SP {sp}, ZeRO-{layout['stage']}, {layout.get('precision')}, states on {place}{groups}"
 
 

@@ -55,7 +55,7 @@ def test_another_length_and_rate_say_what_the_learning_rate_does(capfd: pytest.C
         "- log.every: saved 1, now 5",
         "planned for 3 steps and is for 8 now",
         f"learning rate: step 3 was to be taken with 0.00025 and is taken with {again[2]['lr']:.4g}",
-        "saved on 1 rank(s), SP 1, ZeRO-3, fp32, now on 1 rank(s), SP 1, ZeRO-1, fp32",
+        "ZeRO-3, fp32, states on cpu, now on 1 rank(s), SP 1, ZeRO-1, fp32, states on cpu",
     ):
         assert part in output, output
     assert "not what it was" not in output
