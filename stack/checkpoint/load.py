@@ -45,7 +45,8 @@ class Way:
     """How a checkpoint is put back. The defaults are those of a run that goes on as it was."""
 
     as_saved: bool = True
-    """By DeepSpeed itself, bit for bit. False: read parameter by parameter, for other ranks, ZeRO stage or type, and for states on NVMe."""
+    """By DeepSpeed itself, bit for bit. False: read parameter by parameter, for other ranks, ZeRO stage or type, and for states
+    on NVMe."""
     with_states: bool = True
     """False: the optimizer starts anew."""
     other_rows: bool = False
