@@ -53,8 +53,7 @@ def fill(engine: Any, model: nn.Module, source: Source, with_states: bool) -> No
         optimizer.checkpoint_event_prologue()  # takes whole parameters apart
     with torch.no_grad():
         base.state.clear()
-        if sharded:
-            forget_states(optimizer)
+        forget_states(optimizer)
         for part in _parts(optimizer):
             name = names[id(part.param)]
             _write(part, part.vector, source.read(name, WEIGHT, part.start, part.numel))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -50,22 +51,28 @@ class _Collector(CheckpointEngine):
     def restart(self, folder: Path, copies: HostCopies | None) -> None:
         self._folder, self._copies = folder, copies
         self._contents: dict[str, Any] = {}
-        self.error: Exception | None = None
+        self._error: Exception | None = None
         if copies is not None:
             copies.restart()
 
     def take(self) -> dict[str, Any]:
         contents, self._contents = self._contents, {}
-        if self.error is not None:
-            raise self.error
+        if self._error is not None:
+            raise self._error
         return contents
 
-    def save(self, state_dict: Any, path: str) -> None:
+    @contextmanager
+    def errors_put_off(self) -> Iterator[None]:
+        """Until `take`: the other ranks wait in DeepSpeed's barriers."""
         try:
+            yield
+        except Exception as error:  # noqa: BLE001  raised by `take`
+            self._error = error
+
+    def save(self, state_dict: Any, path: str) -> None:
+        with self.errors_put_off():
             kept = state_dict if self._copies is None else self._copies.copy(state_dict)
             self._contents[Path(path).relative_to(self._folder).as_posix()] = kept
-        except Exception as error:  # noqa: BLE001  raised by `take`: the other ranks wait in DeepSpeed's barriers
-            self.error = error
 
     def load(self, path: str, map_location: Any = None) -> Any:
         return self._inner.load(path, map_location=map_location)
@@ -189,11 +196,8 @@ class Engine:
         self._collector.restart(folder / tag, self._copies if to_host else None)
         # DeepSpeed would copy the files of states on NVMe, in between its barriers, and read a part of them back.
         self._engine.zero_nvme_offload_optimizer = lambda: False
-        if hasattr(self._engine.optimizer, "swap_optimizer"):  # ZeRO-3
-            try:
-                show_files(self._engine.optimizer)
-            except (OSError, RuntimeError) as error:  # as in `_Collector.save`
-                self._collector.error = error
+        with self._collector.errors_put_off():
+            show_files(self._engine.optimizer)
         try:
             self._engine.save_checkpoint(str(folder), tag=tag, client_state=client_state, save_latest=False)
         finally:
@@ -227,6 +231,5 @@ class Engine:
 
     def close(self) -> None:
         """Remove DeepSpeed's hooks, buffers and files, so that another engine can live in this process."""
-        if hasattr(self._engine.optimizer, "swap_optimizer"):
-            remove_files(self._engine.optimizer)
+        remove_files(self._engine.optimizer)
         self._engine.destroy()

@@ -16,15 +16,19 @@ from typing import Any
 import torch
 
 
+def _swapper(optimizer: Any) -> Any:
+    """DeepSpeed's keeper of the files, or None for an optimizer of any stage that has none on a disk."""
+    return getattr(optimizer, "optimizer_swapper", None)
+
+
 def show_files(optimizer: Any) -> None:
     """Let the tensors that are empty between steps show the files on the disk, without memory of their own. They show what
     the next step writes, too: read them before.
 
-    optimizer: DeepSpeed's of ZeRO-3, with or without states on a disk. Raises OSError or RuntimeError for a file that is
-    missing or short.
+    optimizer: of a DeepSpeed engine, with or without states on a disk, as in all functions here. Raises OSError or
+    RuntimeError for a file that is missing or short.
     """
-    if optimizer.swap_optimizer:
-        swapper = optimizer.optimizer_swapper
+    if (swapper := _swapper(optimizer)) is not None:
         for group in swapper.swap_params_info.values():
             for each in group.tensors:
                 each.compute_tensor.data = torch.from_file(
@@ -34,14 +38,14 @@ def show_files(optimizer: Any) -> None:
 
 def forget_states(optimizer: Any) -> None:
     """Before other states are put in place of those on the disk: no group has moments until it is next at hand."""
-    if optimizer.swap_optimizer:
-        optimizer.optimizer_swapper.purge_state()
+    if (swapper := _swapper(optimizer)) is not None:
+        swapper.purge_state()
 
 
 @contextmanager
 def at_hand(optimizer: Any, group: int) -> Iterator[None]:
     """The fp32 weights and states of a group in host memory; behind it they are on the disk again, with what was changed."""
-    if not optimizer._swappable_optimizer_subgroup(group):  # among them groups below 1 MiB
+    if not optimizer._swappable_optimizer_subgroup(group):  # below 1 MiB, or no states are on a disk
         yield
         return
     optimizer._optimizer_states_and_gradient_swap_in(group)
@@ -53,8 +57,8 @@ def at_hand(optimizer: Any, group: int) -> Iterator[None]:
 
 def remove_files(optimizer: Any) -> None:
     """Of this rank, which takes no further step."""
-    if optimizer.swap_optimizer:
-        folder = Path(optimizer.optimizer_swapper.swap_folder)
+    if (swapper := _swapper(optimizer)) is not None:
+        folder = Path(swapper.swap_folder)
         shutil.rmtree(folder, ignore_errors=True)
         with suppress(OSError):  # until the last rank of the node has removed its own
             for parent in list(folder.parents)[:3]:  # optimizer, zero_stage_3 and the run's

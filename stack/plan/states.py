@@ -70,7 +70,9 @@ def states_of(settings: Settings, params: Sequence[Param]) -> States:
         group = 4 * largest + 8 * (min(largest, NORM_PART) if stage == 3 else largest)
     # On the host: fp32 gradients twice, the partition's buffer and those that the optimizer reads.
     host_optimizer = optimizer + 2 * 4 * sharded if cfg.engine.offload_optimizer == "cpu" else 0
+    nvme = 0
     if cfg.engine.offload_optimizer == "nvme":
+        nvme = optimizer + 4 * sharded
         # The partition's buffer, and those that files are read into; all gradients pass the device before the first is written.
         host_optimizer = 4 * sharded + 4 * settings.nvme_buffers * min(sharded, settings.sub_group)
         group += 4 * (sharded - largest)
@@ -82,7 +84,7 @@ def states_of(settings: Settings, params: Sequence[Param]) -> States:
         largest_group=group,
         host_optimizer=host_optimizer,
         host_parameters=parameters if away and cfg.engine.offload_param == "cpu" else 0,
-        nvme=optimizer + 4 * sharded if cfg.engine.offload_optimizer == "nvme" else 0,
+        nvme=nvme,
         # Without ZeRO the first rank writes for all.
         written=(0 if stage == 3 else parameters // world) + (optimizer if stage else optimizer // world),
         trained_elements=sharded,

@@ -9,6 +9,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from torch import nn
+
 from stack.config import derive
 from stack.config.kept import HostBytes, host_bytes
 from stack.config.schema import RunConfig
@@ -47,7 +49,9 @@ def check_host_room(
     if folder is not None and bound is not None:
         if kept.layer > bound * GIB:
             raise MemoryShortage(_below_a_layer(bound, kept.layer))
-        _check_disk(Path(folder).expanduser(), kept.in_file * env.local_world)
+        fix = "a folder with more room, or a larger memory.host_gib"
+        what, spilled = "the ranks of this node will write", kept.in_file * env.local_world
+        _check_disk("memory.spill_folder", Path(folder).expanduser(), what, spilled, fix)
     there, need = host_memory(), kept.in_memory + copy_bytes
     if there is None or need * env.local_world <= there.free:
         return
@@ -103,28 +107,25 @@ def _below_a_layer(bound: float, layer: int) -> str:
     )
 
 
-def make_nvme_room(cfg: RunConfig, trained: int, env: RankEnv) -> None:
+def make_nvme_room(cfg: RunConfig, model: nn.Module, env: RankEnv) -> None:
     """One rank of each node asks for all of them, as above, and removes what an earlier start of this run left behind when
-    it was killed. trained: elements of the model's trained parameters."""
+    it was killed. model: whole, of any device."""
     folder = derive.nvme_folder(cfg)
     if cfg.engine.offload_optimizer != "nvme" or folder is None or env.local_rank != 0:
         return
     # fp32: weights, gradients and AdamW's two moments, each in a file of its own.
+    trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
     need = (16 if cfg.optim.name == "adamw" else 8) * trained * env.local_world // env.world
     shutil.rmtree(folder, ignore_errors=True)
-    free = shutil.disk_usage(Path(folder).parent).free
-    if need > free:
-        raise MemoryShortage(
-            f"engine.nvme_path={cfg.engine.nvme_path}: the optimizer of this node's {env.local_world} ranks takes "
-            f"{need / GIB:.1f} GiB ({need} bytes) there and {free / GIB:.1f} GiB ({free} bytes) are free. Fix: a folder with "
-            f"more room ({Path(folder).parent}/run-* are of runs that go on or were killed), or more nodes"
-        )
+    disk, what = Path(folder).parent, f"the optimizer of this node's {env.local_world} ranks takes"
+    fix = f"a folder with more room ({disk}/run-* are of runs that go on or were killed), or more nodes"
+    _check_disk("engine.nvme_path", disk, what, need, fix)
 
 
-def _check_disk(folder: Path, need: int) -> None:
+def _check_disk(setting: str, folder: Path, what: str, need: int, fix: str) -> None:
     free = shutil.disk_usage(folder).free
     if need > free:
         raise MemoryShortage(
-            f"memory.spill_folder={folder}: the ranks of this node will write {need / GIB:.1f} GiB ({need} bytes) there and "
-            f"{free / GIB:.1f} GiB ({free} bytes) are free. Fix: a folder with more room, or a larger memory.host_gib"
+            f"{setting}={folder}: {what} {need / GIB:.1f} GiB ({need} bytes) there and {free / GIB:.1f} GiB ({free} bytes) "
+            f"are free. Fix: {fix}"
         )

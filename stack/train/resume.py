@@ -26,6 +26,7 @@ from stack.data.loader import Loader
 from stack.dist.topology import Topology
 from stack.engine.schedule import lr_factor
 from stack.errors import CheckpointError
+from stack.plan.settings import DEEPSPEED
 from stack.train.console import tell
 from stack.train.folder import RunFolder
 
@@ -46,7 +47,7 @@ def make_layout(cfg: RunConfig, ds_config: dict[str, Any], topology: Topology) -
         "states_on": topology.device.type if cfg.engine.offload_optimizer == "none" else "host",
         "nvme": cfg.engine.offload_optimizer == "nvme",
         # Elements of the vectors that ZeRO-3 makes of its shards; DeepSpeed's default where nothing is said.
-        "sub_group": zero.get("sub_group_size", 10**9) if zero["stage"] == 3 else None,
+        "sub_group": zero.get("sub_group_size", DEEPSPEED["sub_group_size"]) if zero["stage"] == 3 else None,
         "rows_per_step": derive.rows_per_step(cfg, topology.world),
         "accumulation": cfg.engine.accumulation,
     }

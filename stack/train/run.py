@@ -109,8 +109,7 @@ def run_ranks(
     blank = judge_model(cfg, topology, find_weights(cfg, checkpoint, topology), checkpoint is not None)
     on_gpu = topology.device.type == "cuda"
     check_host_room(cfg, blank.built.spec, watch.env, on_gpu, outlook.checkpoint_copy_bytes, tell)
-    trained = sum(param.numel() for param in blank.built.model.parameters() if param.requires_grad)
-    make_nvme_room(cfg, trained, watch.env)
+    make_nvme_room(cfg, blank.built.model, watch.env)
     if on_gpu and cfg.engine.offload_optimizer != "none":
         use_cores(watch.env.local_world)
     stores = open_stores(cfg, topology)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import stack.train.host_room as host_room
 from stack.config import derive
@@ -147,23 +148,28 @@ def test_with_a_folder_memory_is_needed_for_the_bound_and_disk_for_the_rest(
     assert "a smaller memory.host_gib" in text
 
 
+def model_of(num_parameters: int) -> nn.Module:
+    frozen = nn.Parameter(torch.empty(2**40, device="meta"), requires_grad=False)
+    return nn.ParameterList([frozen, nn.Parameter(torch.empty(num_parameters, device="meta"))])
+
+
 def test_states_on_a_disk_need_their_room_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cfg = config("engine=zero3_nvme", f"engine.nvme_path={tmp_path}")
     node = RankEnv(0, 4, 0, 2, "a", 1, "plain")  # one of two nodes
     monkeypatch.setattr(host_room.shutil, "disk_usage", lambda _: SimpleNamespace(free=4 * GIB))
-    make_nvme_room(cfg, GIB // 2, node)
+    make_nvme_room(cfg, model_of(GIB // 2), node)
     with pytest.raises(MemoryShortage, match=r"2 ranks takes 8\.0 GiB \(\d+ bytes\) there and 4\.0 GiB"):
-        make_nvme_room(cfg, GIB, node)
-    make_nvme_room(replace(cfg, optim=replace(cfg.optim, name="sgd")), GIB, node)
-    make_nvme_room(cfg, GIB, replace(node, rank=1, local_rank=1))
+        make_nvme_room(cfg, model_of(GIB), node)
+    make_nvme_room(replace(cfg, optim=replace(cfg.optim, name="sgd")), model_of(GIB), node)
+    make_nvme_room(cfg, model_of(GIB), replace(node, rank=1, local_rank=1))
     left = Path(derive.nvme_folder(cfg) or "") / "zero_stage_3" / "optimizer" / "rank0" / "1_2.tensor.swp"
     left.parent.mkdir(parents=True)
     left.write_bytes(b"of a start that was killed, on other ranks")
     other = tmp_path / "run-0123456789ab"
     other.mkdir()
-    make_nvme_room(cfg, 1, replace(node, rank=1, local_rank=1))
+    make_nvme_room(cfg, model_of(1), replace(node, rank=1, local_rank=1))
     assert left.exists()
-    make_nvme_room(cfg, 1, node)
+    make_nvme_room(cfg, model_of(1), node)
     assert not left.exists() and other.is_dir()
 
 
